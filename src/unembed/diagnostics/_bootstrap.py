@@ -1,0 +1,82 @@
+"""Sums per document and the bootstrap over documents.
+
+Tokens of one document depend on each other, so the document is what is drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+RESAMPLES = 2000
+MIN_DOCUMENTS = 5
+
+
+class DocumentSums:
+    """Sums of a few columns per document: some hundred bytes a document, nothing a token.
+
+    Args:
+        columns: Number of quantities summed; the count of predictions comes as one more, in front.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._sums: dict[int, np.ndarray] = {}
+
+    def add(self, documents: Int[Tensor, " n"], values: Float[Tensor, "n c"]) -> None:
+        """Add one row of `values` to the document of each prediction."""
+        ids, where = torch.unique(documents.cpu(), return_inverse=True)
+        table = torch.zeros(len(ids), self._columns + 1, dtype=torch.float64)
+        values = values.detach().cpu().to(torch.float64)
+        table.index_add_(0, where, torch.cat([torch.ones(len(values), 1, dtype=torch.float64), values], dim=1))
+        for document, row in zip(ids.tolist(), table.numpy(), strict=True):
+            self._sums[document] = self._sums[document] + row if document in self._sums else row.copy()
+
+    def merge(self, other: DocumentSums) -> None:
+        """Take over the sums of `other`."""
+        for document, row in other._sums.items():
+            self._sums[document] = self._sums[document] + row if document in self._sums else row.copy()
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def table(self) -> np.ndarray:
+        """[documents, 1 + columns], in the order of document numbers: count, then the sums."""
+        if not self._sums:
+            return np.zeros((0, self._columns + 1))
+        return np.stack([self._sums[document] for document in sorted(self._sums)])
+
+    def total(self) -> np.ndarray:
+        """[1 + columns]: sums over all documents."""
+        return self.table().sum(0)
+
+
+def interval(
+    sums: DocumentSums, statistic: Callable[[np.ndarray], np.ndarray], *, seed: int = 0, level: float = 0.95
+) -> list[float] | None:
+    """Percentile bootstrap interval of a statistic of the summed columns.
+
+    Args:
+        sums: Sums per document.
+        statistic: Maps resampled totals [resamples, 1 + columns] to values [resamples].
+        seed: Seed of the resampling.
+        level: Coverage.
+
+    Returns:
+        Lower and upper end, or None with fewer than 5 documents, where a percentile interval would pretend.
+    """
+    table = sums.table()
+    if len(table) < MIN_DOCUMENTS:
+        return None
+    draws = np.random.default_rng(seed).multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = statistic(draws @ table)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    tail = (1 - level) / 2
+    return [float(end) for end in np.quantile(values, [tail, 1 - tail])]

@@ -1,0 +1,143 @@
+"""A chunk of predictions and what several measurements need of it, computed once.
+
+Shapes: n predictions of the chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unembed import ops
+from unembed.diagnostics._head import LinearHead
+
+_SCORE_ELEMENTS = 1 << 25  # scores alive in a chunk: 128 MiB in float32
+
+
+class Chunk:
+    """Hidden states, targets and the softmax of their scores.
+
+    `q` below is the softmax with the target's entry set to zero, so `G = q - s e_y` with `s = sum q`: written as
+    `p_y - 1`, the target's entry would cancel in float32 once `p_y` is near 1.
+
+    Args:
+        head: The head under measurement.
+        hidden: Hidden states after the final norm, [n, D].
+        targets: Next tokens, [n].
+        documents: Document number of each prediction, the unit of the bootstrap, [n].
+        index: Running number of each prediction in the whole stream; decides which ones a sampling measurement takes.
+    """
+
+    def __init__(
+        self,
+        head: LinearHead,
+        hidden: Float[Tensor, "n D"],
+        targets: Int[Tensor, " n"],
+        documents: Int[Tensor, " n"],
+        index: Int[Tensor, " n"],
+    ) -> None:
+        self.head, self.hidden, self.targets, self.documents, self.index = head, hidden, targets, documents, index
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @cached_property
+    def scores(self) -> Float[Tensor, "n V"]:
+        """Scores after the soft-cap. Not to be written to."""
+        cap = self.head.softcap
+        return self.uncapped if cap is None else torch.tanh(self.uncapped / cap).mul_(cap)
+
+    @cached_property
+    def uncapped(self) -> Float[Tensor, "n V"]:
+        """Scores before the soft-cap. Not to be written to."""
+        head = self.head
+        return ops.linear_scores(self.hidden, head.weight, bias=head.bias, scale=head.scale)
+
+    @cached_property
+    def peak(self) -> Float[Tensor, " n"]:
+        """Largest score of each row; 0 for a row of only `-inf`."""
+        return self.scores.amax(-1).nan_to_num(neginf=0.0)
+
+    @cached_property
+    def _others(self) -> tuple[Tensor, Tensor, Tensor]:
+        exponentials = torch.sub(self.scores, self.peak[:, None]).exp_()
+        own = exponentials.gather(1, self.targets[:, None]).squeeze(1)
+        exponentials.scatter_(1, self.targets[:, None], 0.0)
+        return exponentials, own, exponentials.sum(-1)
+
+    @cached_property
+    def total(self) -> Float[Tensor, " n"]:
+        """`sum_v exp(z_v - peak)`, the target's term included."""
+        _, own, rest = self._others
+        return own + rest
+
+    @property
+    def unnormalised(self) -> Float[Tensor, "n V"]:
+        """`q * total`: exponentials with the target's entry zero. Not to be written to."""
+        return self._others[0]
+
+    @cached_property
+    def missing(self) -> Float[Tensor, " n"]:
+        """`s = 1 - p_y`, to full relative precision."""
+        return self._others[2] / self.total
+
+    @cached_property
+    def target_probability(self) -> Float[Tensor, " n"]:
+        """`p_y`."""
+        return self._others[1] / self.total
+
+    @cached_property
+    def nll(self) -> Float[Tensor, " n"]:
+        """Negative log-likelihood in nats; exact near 0 and in the far tail."""
+        own = self.scores.gather(1, self.targets[:, None]).squeeze(1) - self.peak
+        return torch.where(own == 0, torch.log1p(self._others[2]), self.total.log() - own)
+
+
+def chunks(
+    head: LinearHead,
+    hidden: Float[Tensor, "n D"],
+    targets: Int[Tensor, " n"],
+    *,
+    documents: Int[Tensor, " n"] | None = None,
+    index: Int[Tensor, " n"] | None = None,
+    ignore_index: int = -100,
+    rows: int | None = None,
+) -> Iterator[Chunk]:
+    """Cut a block of predictions into chunks whose scores fit in memory; ignored targets are dropped.
+
+    Args:
+        head: The head under measurement.
+        hidden: Hidden states after the final norm.
+        targets: Next tokens; `ignore_index` where there is none.
+        documents: Document of each prediction; one document when None.
+        index: Running numbers; counted from 0 when None.
+        ignore_index: Target of positions that do not count.
+        rows: Predictions a chunk; chosen from V when None.
+
+    Raises:
+        ValueError: If shapes do not fit or a target is not a row of the head.
+    """
+    if hidden.ndim != 2 or hidden.shape[1] != head.width or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"Expected `hidden` [n, {head.width}] and `targets` [n], "
+            f"got {tuple(hidden.shape)} and {tuple(targets.shape)}."
+        )
+    device = head.weight.device
+    targets = targets.to(device)
+    counts = targets != ignore_index
+    wrong = counts & ((targets < 0) | (targets >= head.vocab))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"`targets` must be {ignore_index} or lie in [0, {head.vocab}), got {int(targets[wrong][0])}: "
+            "does the tokenizer belong to this head?"
+        )
+    everything = torch.arange(len(targets), device=device)
+    documents = torch.zeros_like(everything) if documents is None else documents.to(device)
+    index = everything if index is None else index.to(device)
+    kept = everything[counts]
+    for part in kept.split(rows or max(1, _SCORE_ELEMENTS // head.vocab)):
+        yield Chunk(head, hidden.to(device)[part], targets[part], documents[part], index[part])

@@ -1,0 +1,244 @@
+r"""UNE102 `logprob_rank`: rank of the log-probability matrix on real contexts, against its bound.
+
+Without a soft-cap $A = s (H W^T + 1 b^T) - g 1^T$ has the factors `[sH, s1, -g]` and `[W, b, 1]`; a running QR of the first
+and the known spectrum of the second give every singular value of `A` in float64, in memory that no token adds to.
+Whether the scores really have that form is measured too: what part of them lies outside `span(W, b, 1)`.
+Under a soft-cap there is no bound (Yang et al., 2018, arXiv:1711.03953), and a random sketch of `A` gives a lower one.
+
+Shapes: N tokens, D hidden size, V vocabulary, r rank of the row-centred weight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unembed import ops
+from unembed.diagnostics._accumulator import Accumulator
+from unembed.diagnostics._chunk import Chunk
+from unembed.diagnostics._effective import effective_ranks
+from unembed.diagnostics._head import LinearHead
+from unembed.results import Finding, Result, Table
+
+_LEVELS = tuple(10.0**-power for power in range(1, 9))
+_PIECE = 1 << 15  # rows of W taken to float64 at a time
+
+
+class LogprobRank(Accumulator):
+    """Rank of `A[c, v] = log P(v | c)` on the contexts seen.
+
+    Args:
+        head: The head under measurement.
+        every: The residual is measured on predictions whose running number is a multiple of this.
+        seed: Seed of the sketch.
+        hidden_eps: Relative precision of the hidden states, which sets the noise a rank must rise above.
+    """
+
+    name = "logprob_rank"
+    code = "UNE102"
+    title = "Rank of the log-probability matrix"
+
+    def __init__(self, head: LinearHead, *, every: int = 1, seed: int = 0, hidden_eps: float = 2**-23) -> None:
+        super().__init__(head)
+        if every < 1:
+            raise ValueError(f"`every` must be at least 1, got {every}.")
+        self._every, self._eps = every, hidden_eps
+        self._tokens = 0
+        self._factor: Tensor | None = None
+        self._residual = torch.zeros(3, dtype=torch.float64)  # tokens, energy outside the span, energy
+        self._bias = None if head.bias is None else _BiasParts(head)
+        self._sketch = None if head.softcap is None else _Sketch(head, seed)
+
+    def add(self, chunk: Chunk) -> None:
+        """Add one chunk to the left factor, or to the sketch under a soft-cap."""
+        self._tokens += len(chunk)
+        lse = (chunk.total.log() + chunk.peak).cpu().to(torch.float64)
+        if self._sketch is None:
+            scaled = chunk.hidden.cpu().to(torch.float64) * self.head.scale
+            ones = [] if self._bias is None else [torch.full((len(chunk), 1), self.head.scale, dtype=torch.float64)]
+            rows = torch.cat([scaled, *ones, -lse[:, None]], dim=1)
+        else:
+            rows = self._sketch.rows(chunk.scores, lse)
+        self._factor = ops.thin_r([rows] if self._factor is None else [self._factor, rows])
+        taken = (chunk.index % self._every == 0).nonzero().squeeze(1)
+        if len(taken):
+            self._residual += self._outside(chunk.scores[taken])
+
+    def _outside(self, scores: Float[Tensor, "n V"]) -> Float[Tensor, 3]:
+        """Tokens, energy outside `span(W, b, 1)` and energy of the centred scores; the residual written out in float64."""
+        basis = self.head.columns.centred
+        mean = _mean64(scores)
+        coordinates = torch.zeros(len(scores), basis.shape[1], dtype=torch.float64)
+        energy = torch.zeros((), dtype=torch.float64)
+        for rows, part in zip(basis.split(_PIECE), scores.split(_PIECE, dim=1), strict=True):
+            part64 = part.cpu().to(torch.float64) - mean
+            coordinates += part64 @ rows.cpu().to(torch.float64)
+            energy += part64.square().sum()
+        outside = torch.zeros((), dtype=torch.float64)
+        along_bias = torch.zeros(len(scores), dtype=torch.float64)
+        start = 0
+        for rows, part in zip(basis.split(_PIECE), scores.split(_PIECE, dim=1), strict=True):
+            rest = part.cpu().to(torch.float64) - mean - coordinates @ rows.cpu().to(torch.float64).T
+            outside += rest.square().sum()
+            if self._bias is not None:
+                along_bias += rest @ self._bias.direction[start : start + rest.shape[1]]
+            start += rest.shape[1]
+        outside = (outside - along_bias.square().sum()).clamp(min=0)
+        return torch.stack([torch.tensor(float(len(scores)), dtype=torch.float64), outside, energy])
+
+    def merge(self, other: Self) -> None:
+        """Take over the factor of `other`."""
+        self._tokens += other._tokens
+        self._residual += other._residual
+        if other._factor is not None:
+            self._factor = other._factor if self._factor is None else ops.thin_r([self._factor, other._factor])
+
+    def result(self) -> Result:
+        """Numerical rank with its bound and tolerance, effective ranks, and the residual outside the span."""
+        if self._factor is None:
+            return self._nothing("no prediction was seen")
+        if self._sketch is None:
+            raw, centred = self._singular_values()
+        else:
+            raw = centred = torch.linalg.svdvals(self._factor)
+        columns = self.head.vocab if self._sketch is None else self._sketch.width
+        noise = self._noise(raw, columns)
+        rank = int((raw > noise).sum())
+        size = min(self._tokens, columns)
+        values: dict[str, Any] = {
+            "tokens": self._tokens,
+            "rank": rank,
+            "rank_is": "exact" if self._sketch is None else "lower bound from a random sketch",
+            "limit": size if self._sketch is None else min(size, self._factor.shape[1]),
+            "bound": self.head.rank_bound,
+            "tolerance": noise,
+            "tolerance_rule": "eps(hidden dtype) * ||A||_F * (1/sqrt(N) + 1/sqrt(V)) / sqrt(3)",
+            "largest": float(raw[0]),
+            "smallest_above_tolerance": float(raw[rank - 1]) if rank else None,
+            "rank_at": {f"{level:.0e}": int((raw > level * raw[0]).sum()) for level in _LEVELS},
+            **effective_ranks(raw.numpy()),
+            "centred": None
+            if self._sketch is not None
+            else {"rank": int((centred > self._noise(centred, columns)).sum()), **effective_ranks(centred.numpy())},
+            "residual": math.sqrt(float(self._residual[1] / self._residual[2])) if self._residual[2] > 0 else None,
+            "residual_tokens": int(self._residual[0]),
+        }
+        return Result(
+            self.name, self.code, self.title, values, (_table(raw, centred, size),), (_finding(values, self.head),)
+        )
+
+    def _noise(self, values: Tensor, columns: int) -> float:
+        frobenius = float(torch.linalg.vector_norm(values))
+        return self._eps * frobenius * (1 / math.sqrt(self._tokens) + 1 / math.sqrt(columns)) / math.sqrt(3)
+
+    def _singular_values(self) -> tuple[Tensor, Tensor]:
+        """Singular values of `A`, and of `A` with the mean of each row taken out."""
+        assert self._factor is not None
+        svd = self.head.svd
+        root = math.sqrt(svd.rows)
+        # Rows: the columns of [W, b, 1]; columns: coordinates along [U, 1/sqrt(V), the part of b outside both].
+        right = [torch.cat([svd.right * svd.values, root * svd.mean[:, None], torch.zeros(len(svd.mean), 1)], dim=1)]
+        if self._bias is not None:
+            right.append(
+                torch.cat([self._bias.inside, torch.tensor([root * self._bias.mean, self._bias.outside])])[None]
+            )
+        last = torch.zeros(1, svd.right.shape[1] + 2, dtype=torch.float64)
+        last[0, -2] = root
+        product = self._factor @ torch.cat([*right, last])
+        without_ones = torch.cat([product[:, :-2], product[:, -1:]], dim=1)
+        return torch.linalg.svdvals(product), torch.linalg.svdvals(without_ones)
+
+
+class _BiasParts:
+    """The bias along the column space of `W_c`, along `1`, and outside both."""
+
+    def __init__(self, head: LinearHead) -> None:
+        assert head.bias is not None
+        bias = head.bias.cpu().to(torch.float64)
+        svd = head.svd
+        self.mean = float(bias.mean())
+        rank = svd.rank
+        turn = svd.right[:, :rank] / svd.values[:rank]
+        inside = torch.zeros(rank, dtype=torch.float64)
+        pieces = list(zip(head.weight.split(_PIECE), bias.split(_PIECE), strict=True))
+        for rows, part in pieces:
+            inside += ((rows.cpu().to(torch.float64) - svd.mean) @ turn).T @ (part - self.mean)
+        rests = [
+            part - self.mean - ((rows.cpu().to(torch.float64) - svd.mean) @ turn) @ inside for rows, part in pieces
+        ]
+        rest = torch.cat(rests)
+        self.outside = float(torch.linalg.vector_norm(rest))
+        self.inside = torch.cat([inside, inside.new_zeros(len(svd.values) - rank)])
+        self.direction = rest / self.outside if self.outside > 0 else rest
+
+
+class _Sketch:
+    """`A` times a random V x m matrix with one Gaussian entry a row: its rank is at most that of `A`."""
+
+    def __init__(self, head: LinearHead, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.width = min(2 * (head.width + 2), head.vocab)
+        # Every bucket is hit: a permutation, cut into V / m rounds.
+        self._bucket = (torch.randperm(head.vocab, generator=generator) % self.width).to(head.weight.device)
+        self._factor = torch.randn(head.vocab, generator=generator).to(head.weight.device)
+
+    def rows(self, scores: Float[Tensor, "n V"], lse: Float[Tensor, " n"]) -> Float[Tensor, "n m"]:
+        """Sketched log-probabilities in float64."""
+        logprob = scores - lse[:, None].to(scores.device, scores.dtype)
+        sketched = logprob.new_zeros(len(scores), self.width)
+        return sketched.index_add_(1, self._bucket, logprob * self._factor).cpu().to(torch.float64)
+
+
+def _mean64(scores: Float[Tensor, "n V"]) -> Float[Tensor, "n 1"]:
+    parts = [part.sum(1, keepdim=True).cpu().to(torch.float64) for part in scores.split(_PIECE, dim=1)]
+    return torch.stack(parts).sum(0) / scores.shape[1]
+
+
+def _table(raw: Tensor, centred: Tensor, size: int) -> Table:
+    count = min(len(raw), size)
+    values = raw[:count].numpy()
+    # `1` is no column of the row-centred matrix, so its list may be one shorter.
+    values_centred = torch.nn.functional.pad(centred, (0, max(0, count - len(centred))))[:count].numpy()
+    return Table(
+        "logprob_rank_values",
+        "Singular values of the log-probability matrix, largest first",
+        {
+            "index": np.arange(1, count + 1),
+            "singular_value": values,
+            "relative": values / max(values[0], np.finfo(float).tiny),
+            "row_centred": values_centred,
+        },
+        {"relative": "over the largest", "row_centred": "of the matrix with the mean of each row taken out"},
+    )
+
+
+def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
+    residual = f"{values['residual']:.2g} of the centred scores lies outside span(W, 1)" if values["residual"] else ""
+    evidence = (
+        f"rank {values['rank']} on {values['tokens']} contexts at tolerance {values['tolerance']:.3g}; {residual}"
+    )
+    if values["bound"] is None:
+        return Finding(
+            LogprobRank.code,
+            "info",
+            f"The soft-cap lifts the rank bound; a rank of at least {values['rank']} was seen",
+            evidence,
+            f"A sketch of {values['limit']} columns was used, so a larger rank would not show.",
+            "No bound does not mean that any distribution can be expressed.",
+        )
+    short = values["tokens"] < values["bound"]
+    return Finding(
+        LogprobRank.code,
+        "info",
+        f"Rank {values['rank']} of a possible {values['bound']} in {head.vocab} tokens",
+        evidence,
+        "Fewer contexts than the bound were measured, so the bound could not be reached."
+        if short
+        else "Whatever the body learns, log-probabilities over all contexts stay in a space of that dimension.",
+        "A bound that is met shows a bottleneck in what can be expressed exactly, not that the loss would fall without it.",
+    )

@@ -1,0 +1,238 @@
+"""UNE020: are the scores rebuilt from the weights alone those of the running model?
+
+Shapes: T positions, D hidden size, V rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unembed.integrations._errors import out_of_memory
+from unembed.integrations._quiet import quiet
+from unembed.integrations._run import find_head, position_limit
+from unembed.integrations._windows import check_ids, leading_ids, plan_windows
+from unembed.models import Unembedding
+from unembed.ops import linear_scores
+from unembed.results import Check, InputError
+from unembed.text._source import Document
+
+_FLOAT32 = 1e-4
+_ROUNDINGS = 8.0
+_MASKED = 1e30
+_ROWS = 1 << 14
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+
+def check_parity(
+    model: nn.Module,
+    tokenizer: Any,
+    unembedding: Unembedding,
+    documents: Iterable[Document],
+    *,
+    length: int = 64,
+    seed: int = 0,
+) -> Check:
+    r"""Compare scores rebuilt from `unembedding`'s own tensors with the model's, on the first window of the text.
+
+    $$\hat z = \mathrm{cap}(s\,(n(x) W^T + b)), \qquad e = \max|\hat z - z| / \overline{\mathrm{std}_v z}$$
+    Twice: from the input `x` of the model's final norm, and from the input of its head, which is what the audit
+    measures on. The norm is found as the module whose output is the input of the head.
+
+    The check fails at `e` above `1e-4 + 8 u (max|z| + max_v ||h * w_v||) / std z` with `u` the unit roundoff of the
+    model's dtype (2^-24, 2^-11, 2^-8): a model in half precision rounds the normed state (`||h * w_v||` is the
+    deviation this gives a score, in units of `u`) and the score itself, about three times each on the way; 8 leaves
+    room for the largest of V values. So in bfloat16 only differences above some percent of the spread are seen.
+
+    Args:
+        model: The model, as `open_model` gives it.
+        tokenizer: Its tokenizer.
+        unembedding: The head, loaded on its own.
+        documents: The text.
+        length: Most positions compared.
+        seed: Of the order of documents.
+
+    Returns:
+        A check with status `ok`, `failed`, or `note` where the norm could not be checked.
+
+    Raises:
+        InputError: If the text gives no prediction, the model gives no scores, or memory runs out.
+    """
+    limit = min(length, position_limit(model) - len(leading_ids(tokenizer)))
+    window = next(plan_windows(tokenizer, documents, tokens=limit, context=limit, seed=seed), None)
+    if window is None:
+        raise InputError("The text gives no predictions: every document is shorter than two tokens.")
+    check_ids(window.inputs, model.get_input_embeddings().weight.shape[0], "embedding")
+    seen = _observe(model, torch.from_numpy(window.inputs))
+    if seen.scores.shape[-1] != unembedding.weight.shape[0]:
+        message = (
+            f"The model gives {seen.scores.shape[-1]} scores, the head has {unembedding.weight.shape[0]} rows; "
+            "they are not of one model."
+        )
+        return Check("UNE020", "failed", message)
+    from_head = _compare(seen, unembedding, seen.head_input)
+    if not from_head.good:
+        return Check("UNE020", "failed", _explain(from_head, seen, unembedding))
+    if unembedding.norm is None or seen.norm_input is None:
+        why = "the head's norm is not known" if unembedding.norm is None else "the model's norm was not found"
+        return Check("UNE020", "note", f"From the head's input on, {from_head}; the norm was not checked: {why}.")
+    from_norm = _compare(seen, unembedding, unembedding.norm(seen.norm_input))
+    if not from_norm.good:
+        message = (
+            f"Scores rebuilt from the weights are not the model's: {from_norm}. Likeliest cause: the final norm was "
+            "left out or is another one, since from its output on they agree."
+        )
+        return Check("UNE020", "failed", message)
+    return Check("UNE020", "ok", f"Scores rebuilt from the weights are the model's: {from_norm}.")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one forward showed, on the device of the head's weights, float32 or wider.
+
+    Args:
+        scores: The model's, as it gives them.
+        head_input: What entered its head.
+        norm_input: What entered the module before that; None if there is none such.
+        unit: Unit roundoff of the model's dtype.
+        cap: The soft-cap its configuration names.
+    """
+
+    scores: Float[Tensor, "T V"]
+    head_input: Float[Tensor, "T D"]
+    norm_input: Float[Tensor, "T D"] | None
+    unit: float
+    cap: float | None
+
+
+@dataclass(frozen=True)
+class _Distance:
+    """How far rebuilt scores are from the model's."""
+
+    error: float
+    tolerance: float
+    kl: float
+    same: int
+    positions: int
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"largest error {self.error:.2g} of the spread (tolerance {self.tolerance:.2g}), KL {self.kl:.2g} nats, "
+            f"same argmax in {self.same} of {self.positions} positions"
+        )
+
+
+def _observe(model: nn.Module, ids: Tensor) -> _Seen:
+    """One whole forward with hooks on every module that gives vectors as wide as the head takes."""
+    head = find_head(model)
+    width = head.weight.shape[-1]
+    passed: list[tuple[Tensor, Tensor]] = []
+    entered: list[Tensor] = []
+
+    def keep(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.shape[-1] == width and inputs and isinstance(inputs[0], Tensor):
+            passed.append((inputs[0], output))
+
+    hooks = [module.register_forward_hook(keep) for module in model.modules() if module is not head]
+    hooks.append(head.register_forward_pre_hook(lambda _module, inputs: entered.append(inputs[0])))
+    try:
+        with torch.no_grad(), quiet(), out_of_memory("running the model", "use a smaller model"):
+            scores = model(input_ids=ids[None].to(model.device), use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not entered:
+        raise InputError(f"{type(model).__name__}: its forward never calls its output layer.")
+    x = entered[0]
+    inputs = [a for a, b in passed if a.shape == b.shape == x.shape and torch.equal(b.to(x.dtype), x)]
+    unit = torch.finfo(torch.promote_types(x.dtype, head.weight.dtype)).eps / 2
+    caps = (getattr(model.config.get_text_config(), name, None) for name in _CAPS)
+    return _Seen(
+        scores=_widen(scores[0]),
+        head_input=_widen(x[0]),
+        norm_input=_widen(inputs[0][0]) if inputs else None,
+        unit=unit,
+        cap=next((cap for cap in caps if cap), None),
+    )
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _compare(seen: _Seen, head: Unembedding, hidden: Float[Tensor, "T D"], *, shift: int = 0) -> _Distance:
+    """Distance of `head`'s scores for `hidden`, its rows moved by `shift`, to the model's scores."""
+    rebuilt, deviation = _rebuild(head, hidden)
+    rebuilt = rebuilt.roll(shift, -1).to(seen.scores.device)
+    shown = seen.scores.abs().amax(0) < _MASKED  # columns that the model itself masks say nothing
+    scores, rebuilt = seen.scores[:, shown], rebuilt[:, shown]
+    spread = scores.std(-1).mean().item()
+    noise = seen.unit * (scores.abs().max().item() + deviation) / spread
+    said, ours = scores.double().log_softmax(-1), rebuilt.double().log_softmax(-1)
+    return _Distance(
+        error=(scores - rebuilt).abs().max().item() / spread,
+        tolerance=_FLOAT32 + _ROUNDINGS * noise,
+        kl=(said.exp() * (said - ours)).sum(-1).mean().item(),
+        same=int((said.argmax(-1) == ours.argmax(-1)).sum()),
+        positions=len(scores),
+    )
+
+
+def _rebuild(head: Unembedding, hidden: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T V"], float]:
+    """The scores over all rows, and the largest `scale ||h * w_v||`; a chunk of rows is widened at a time."""
+    hidden = hidden.to(head.weight.device)
+    scores, deviation = [], 0.0
+    for start in range(0, len(head.weight), _ROWS):
+        rows = _widen(head.weight[start : start + _ROWS].detach())
+        bias = None if head.bias is None else head.bias[start : start + _ROWS].detach()
+        scores.append(linear_scores(hidden, rows, bias=bias, softcap=head.softcap, scale=head.scale))
+        squared = linear_scores(hidden.square(), rows.square())
+        deviation = max(deviation, abs(head.scale) * squared.max().clamp(min=0).sqrt().item())
+    return torch.cat(scores, -1), deviation
+
+
+def _explain(found: _Distance, seen: _Seen, head: Unembedding) -> str:
+    """One line: by how much, and which change to the head would make it right."""
+    causes = [
+        name for name, other, shift in _variants(seen, head) if _compare(seen, other, seen.head_input, shift=shift).good
+    ]
+    cause = (
+        f"Likeliest cause: {causes[0]}."
+        if causes
+        else "No single change to scale, soft-cap, bias or row order mends it."
+    )
+    return f"Scores rebuilt from the weights are not the model's, though from the same head input: {found}. {cause}"
+
+
+def _variants(seen: _Seen, head: Unembedding) -> Iterator[tuple[str, Unembedding, int]]:
+    """Heads that differ from `head` by one thing, and a shift of the rows."""
+    if head.softcap is not None:
+        yield f"the soft-cap {head.softcap:g} is applied and the model applies none", replace(head, softcap=None), 0
+    if seen.cap is not None and seen.cap != head.softcap:
+        yield f"the soft-cap {seen.cap:g} is missing", replace(head, softcap=seen.cap), 0
+    scale = _best_scale(seen, head)
+    yield f"the scale is {head.scale:.6g} and should be {scale:.6g}", replace(head, scale=scale), 0
+    if head.bias is not None:
+        yield "a bias is applied and the model applies none", replace(head, bias=None), 0
+    for shift in (1, -1):
+        yield f"the rows are shifted by {-shift:+d}", head, shift
+
+
+def _best_scale(seen: _Seen, head: Unembedding) -> float:
+    """Least-squares factor between the model's scores, soft-cap undone, and the head's without scale and cap."""
+    plain, _ = _rebuild(replace(head, softcap=None, scale=1.0), seen.head_input)
+    wanted = seen.scores.to(plain.device)
+    if head.softcap is not None:
+        wanted = (wanted / head.softcap).clamp(-0.999999, 0.999999).atanh() * head.softcap
+    shown = wanted.abs().amax(0) < _MASKED
+    plain, wanted = plain[:, shown].double(), wanted[:, shown].double()
+    return ((plain * wanted).sum() / plain.square().sum()).item()

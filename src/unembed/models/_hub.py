@@ -1,0 +1,91 @@
+"""Fetch from the Hugging Face hub what the head needs, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from unembed.models._safetensors import INDEX, SINGLE, Checkpoint
+from unembed.models._tokens import FILES
+from unembed.results import InputError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` has the form of a model id: `name` or `owner/name`, and no file's ending."""
+    return _ID.fullmatch(source) is not None and not source.endswith(
+        (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
+    )
+
+
+class HubModel:
+    """A model on the hub; files come from the cache where they are in it (`HF_HUB_OFFLINE=1` asks for that alone).
+
+    Args:
+        repo_id: `owner/name`.
+        revision: Branch, tag or commit; the main branch when None.
+    """
+
+    def __init__(self, repo_id: str, revision: str | None) -> None:
+        try:
+            import huggingface_hub
+        except ImportError:
+            raise InputError(
+                f'{repo_id} is no file or folder here, and a hub id needs huggingface_hub: pip install "unembed[hf]".'
+            ) from None
+        self._hub = huggingface_hub
+        self.repo_id = repo_id
+        self.revision = revision
+
+    def fetch(self, name: str) -> Path:
+        """The local path of a file.
+
+        Raises:
+            InputError: If it cannot be had.
+        """
+        path, why = self._try(name)
+        if path is None:
+            raise InputError(f"{self.repo_id}: could not get {name} from the hub ({why}).")
+        return path
+
+    def config(self) -> Path:
+        """The path of config.json; the first contact, so its error says what may be wrong."""
+        path, why = self._try("config.json")
+        if path is None:
+            raise InputError(
+                f"{self.repo_id} is no file or folder here, and as a hub id it gave no config.json ({why}); "
+                "check the name, the connection, or a login for gated models."
+            )
+        return path
+
+    def checkpoint(self) -> Checkpoint:
+        """Names of the tensors; shards are fetched when one of their tensors is read."""
+        index, _ = self._try(INDEX)
+        if index is not None:
+            return Checkpoint.of_index(index, self.fetch)
+        path, why = self._try(SINGLE)
+        if path is None:
+            raise InputError(
+                f"{self.repo_id}: no {SINGLE} and no {INDEX} on the hub ({why}); "
+                "download a GGUF file of the model and give its path, or convert the weights to safetensors."
+            )
+        return Checkpoint.of_file(path)
+
+    def tokenizer(self) -> Path | None:
+        """The folder with the tokenizer files that exist."""
+        found = None
+        for name in FILES:
+            path, _ = self._try(name)
+            found = found or (path and path.parent)
+            if name == "tokenizer.json" and path is not None:
+                break
+        return found
+
+    def _try(self, name: str) -> tuple[Path | None, str]:
+        """Path of a file, or None and the reason in one line."""
+        try:
+            return Path(self._hub.hf_hub_download(self.repo_id, name, revision=self.revision)), ""
+        except Exception as error:  # httpx, the hub and the file system each have their own
+            lines = str(error).strip().splitlines()
+            return None, f"{type(error).__name__}: {lines[0] if lines else ''}".strip()

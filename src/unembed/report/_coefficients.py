@@ -1,0 +1,163 @@
+"""The figures of `coefficients`: mean and spread by rank, and the energy by rank with its null."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from unembed.report._figure import STYLES, Figure, axis, line, plain
+from unembed.report._words import number, power
+from unembed.results import Record, Result, Table
+
+_KINDS = {"kept_raw": ("raw", "kept, raw W"), "kept_centred": ("centred", "kept, row-centred W")}
+
+
+def figures(result: Result, record: Record) -> list[Figure]:
+    """The profile of the full and of the kept coefficients."""
+    table = result.table("coefficients_profile")
+    kinds = [kind for kind in _KINDS if f"{kind}_mean" in table.columns]
+    return [_profile(table, kinds), _energy(table, kinds, record)]
+
+
+def _profile(table: Table, kinds: list[str]) -> Figure:
+    columns = table.columns
+    rank = np.sqrt(columns["rank_from"] * columns["rank_to"])
+    spread = np.median([columns[f"{kind}_sd"] for kind in kinds])
+    unit = 10.0 ** math.floor(math.log10(spread)) if spread > 0 else 1e-3
+    traces: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {"hovermode": "closest", "annotations": []}
+    for panel, kind in enumerate(kinds):
+        style, name = _KINDS[kind]
+        bottom, top = (len(kinds) - 1 - panel) / len(kinds), (len(kinds) - panel) / len(kinds)
+        key = "y" if panel == 0 else f"y{panel + 1}"
+        shared = {"xaxis": "x", "yaxis": key}
+        traces += _band("full", "full, before the head", rank, columns, "full", unit, shared | {"showlegend": panel == 0})
+        traces += _band(style, name, rank, columns, kind, unit, shared)
+        ends = _reach(columns, kinds)
+        layout[f"yaxis{key[1:]}"] = axis(
+            "coefficient", domain=[bottom + (0.06 if panel < len(kinds) - 1 else 0), top], **_symlog_ticks(ends, unit)
+        )
+    layout["xaxis"] = axis(
+        "rank of the coefficient, 1 is the largest of its token", rank, type="log", anchor=f"y{len(kinds)}" if len(kinds) > 1 else "y"
+    )
+    return Figure(
+        "Coefficients by rank: mean and one standard deviation",
+        "Lines are means over the sampled tokens, bands one standard deviation to each side. The vertical axis is linear "
+        f"within ±{number(unit)} and logarithmic beyond. The full gradient starts with the target (near −1) and goes on "
+        "with its rivals (positive). Look for how much of that order is left after the head. Null: after a random "
+        "subspace the means shrink to r / V of their size and an even spread lies over all ranks.",
+        f"Line chart with bands. The first full coefficient is {number(columns['full_mean'][0])} on average; kept, it is "
+        + " and ".join(f"{number(columns[f'{kind}_mean'][0])} ({_KINDS[kind][1]})" for kind in kinds)
+        + ".",
+        traces,
+        layout,
+        (table.name,),
+        height=160 + 220 * len(kinds),
+    )
+
+
+def _band(style: str, name: str, x: np.ndarray, columns: dict, kind: str, unit: float, shared: dict) -> list[dict]:
+    mean, sd = columns[f"{kind}_mean"], columns[f"{kind}_sd"]
+    edge = {"mode": "lines", "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
+    none = {"color": STYLES[style]["colour"], "width": 0}
+    lower = line(name, style, x, symlog(mean - sd, unit)) | shared | edge | {"line": none}
+    upper = line(name, style, x, symlog(mean + sd, unit)) | shared | edge | {"line": none}
+    upper |= {"fill": "tonexty", "fillcolor": f"{STYLES[style]['colour']}/0.2"}
+    centre = line(name, style, x, symlog(mean, unit)) | {"mode": "lines"} | shared
+    first, last = columns["rank_from"], columns["rank_to"]
+    centre["customdata"] = [
+        [number(a) if a == b else f"{number(a)}–{number(b)}", number(m), number(s)]
+        for a, b, m, s in zip(first, last, mean, sd, strict=True)
+    ]
+    centre["hovertemplate"] = "rank %{customdata[0]}: %{customdata[1]} ± %{customdata[2]}"
+    return [lower, upper, centre]
+
+
+def symlog(values: np.ndarray, unit: float) -> np.ndarray:
+    """Linear within `unit`, a decade a step beyond it: `v / unit` becomes 1 at the unit, 2 at ten times that."""
+    scaled = np.abs(values) / unit
+    return np.sign(values) * np.where(scaled <= 1, scaled, 1 + np.log10(np.maximum(scaled, 1)))
+
+
+def _reach(columns: dict[str, np.ndarray], kinds: list[str]) -> tuple[float, float]:
+    pairs = [(columns[f"{kind}_mean"], columns[f"{kind}_sd"]) for kind in ("full", *kinds)]
+    return min(float((m - s).min()) for m, s in pairs), max(float((m + s).max()) for m, s in pairs)
+
+
+def _symlog_ticks(ends: tuple[float, float], unit: float) -> dict[str, Any]:
+    low, high = (float(symlog(np.array(end), unit)) for end in ends)
+    steps = range(math.floor(low), math.ceil(high) + 1)
+    start = round(math.log10(unit)) - 1
+
+    def label(step: int) -> str:
+        if step == 0:
+            return "0"
+        exponent = start + abs(step)
+        size = f"{10.0**exponent:g}" if -4 < exponent < 3 else f"10{power(exponent)}"
+        return f"{'−' if step < 0 else ''}{size}"
+
+    return {
+        "tickvals": list(steps),
+        "ticktext": [label(step) for step in steps],
+        "range": plain([low - 0.2, high + 0.2]),
+        "zeroline": True,
+    }
+
+
+def _energy(table: Table, kinds: list[str], record: Record) -> Figure:
+    columns, last = table.columns, table.columns["rank_to"]
+    traces = [line("full, before the head", "full", last, np.cumsum(columns["full_energy"]))]
+    traces += [line(_KINDS[k][1], _KINDS[k][0], last, np.cumsum(columns[f"{k}_energy"])) for k in kinds]
+    rank = _rank(record)
+    null = ""
+    if rank:
+        expected = random_share(columns["full_energy"], last - columns["rank_from"] + 1, rank, int(last[-1]))
+        drawn = line("null: random subspace", "null", last, np.cumsum(expected)) | {"mode": "lines"}
+        traces.append(drawn)
+        null = f" Null, dotted: what a random subspace of rank {number(rank)} would keep of this same gradient, in expectation."
+    tops = [f"{_KINDS[kind][1]} {number(float(columns[f'{kind}_energy'][0]))}" for kind in kinds]
+    return Figure(
+        "Energy in the largest coefficients",
+        "The share of the squared norm in the first coefficients, ranked by the full gradient. Before the head nearly all "
+        "lies in a few; after it most is spread over tokens that were hardly predicted. Look for a kept curve above the "
+        f"null: a head that favours the coefficients that matter.{null}",
+        f"Line chart. The first coefficient carries {number(float(columns['full_energy'][0]))} of the full energy; after the "
+        f"head: {', '.join(tops)}.",
+        traces,
+        {
+            "xaxis": axis("coefficients taken, largest first", last, type="log"),
+            "yaxis": axis("share of the energy", range=[0, 1.03]),
+        },
+        (table.name,),
+    )
+
+
+def _rank(record: Record) -> int | None:
+    """Rank of the head's column space, from whichever measurement knows it."""
+    for name in ("gradient", "spectrum"):
+        values = record.results[name].values if name in record.results else None
+        rank = ((values or {}).get("raw") or values or {}).get("rank")
+        if rank:
+            return int(rank)
+    return None
+
+
+def random_share(full: np.ndarray, widths: np.ndarray, rank: int, vocab: int) -> np.ndarray:
+    r"""Expected share of the kept energy by group of coordinates, for a random subspace.
+
+    For a projector $\Pi$ on a random r-dimensional subspace and a unit vector g, $E (\Pi g)_i^2 = b + (a - b) g_i^2$ with
+    $a = E \Pi_{11}^2 = r (r + 2) / (V (V + 2))$ and $b = E \Pi_{12}^2 = r (V - r) / (V (V - 1) (V + 2))$.
+
+    Args:
+        full: Share of the full energy in each group.
+        widths: Coordinates in each group.
+        rank: r.
+        vocab: V.
+    """
+    if vocab < 2 or rank >= vocab:
+        return np.asarray(full, dtype=float)
+    same = rank * (rank + 2) / (vocab * (vocab + 2))
+    other = rank * (vocab - rank) / (vocab * (vocab - 1) * (vocab + 2))
+    return (widths * other + (same - other) * full) / (rank / vocab)

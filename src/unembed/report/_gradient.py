@@ -1,0 +1,144 @@
+"""The figures of `gradient`: kept against its null, and the ratio by how often the target occurs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from unembed.report._figure import STYLES, Figure, axis, plain, reference
+from unembed.report._words import number, span
+from unembed.results import Record, Result
+
+_NAMES = {"raw": "raw W", "centred": "row-centred W"}
+
+
+def figures(result: Result, record: Record) -> list[Figure]:
+    """Both conventions as dots with intervals, and the frequency bands."""
+    return [_kept(result), _bands(result)]
+
+
+def _kept(result: Result) -> Figure:
+    values = result.values or {}
+    found = {name: values[name] for name in ("raw", "centred") if values.get(name)}
+    said = [_sentence(name, numbers) for name, numbers in found.items()]
+    lone = "" if len(found) > 1 else f" Only the {_NAMES[next(iter(found))]} convention applies to this head." if found else ""
+    return Figure(
+        "Kept share of the gradient against its null",
+        "The dot is what the head keeps of the norm of the logit gradient, with the 95 % interval over documents; the "
+        "upright bar is the null, what a random subspace of the same rank keeps. To the right of the bar the head passes "
+        f"more than a random one, to the left less.{lone}",
+        "Dot and interval chart. " + " ".join(said),
+        [trace for name, numbers in found.items() for trace in _dot(name, numbers)],
+        {
+            "xaxis": axis("kept share of the norm, ‖GΠ‖ / ‖G‖"),
+            "yaxis": axis("", type="category", range=[-0.6, len(found) - 0.4], showgrid=False, autorange=False),
+            "hovermode": "closest",
+        },
+        (),
+        height=140 + 60 * len(found),
+    )
+
+
+def _sentence(name: str, numbers: dict[str, Any]) -> str:
+    interval = span(numbers.get("ratio_ci95"))
+    return (
+        f"{_NAMES[name]}: kept {number(numbers['kept'])}, null {number(numbers['kept_null'])}, ratio "
+        f"{number(numbers['ratio'])}{f' (95 % interval {interval})' if interval else ''}."
+    )
+
+
+def _dot(name: str, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    look, kept, null = STYLES[name], numbers["kept"], numbers["kept_null"]
+    ends = [end * null for end in numbers.get("ratio_ci95") or []]
+    errors = {"array": plain([ends[1] - kept]), "arrayminus": plain([kept - ends[0]])} if ends else {"array": [0]}
+    ratio = f"ratio {number(numbers['ratio'])}" if numbers.get("ratio") is not None else ""
+    return [
+        {
+            "type": "scatter",
+            "name": "null: random subspace",
+            "mode": "markers",
+            "x": plain([null]),
+            "y": [_NAMES[name]],
+            "marker": {"color": "@null", "symbol": "line-ns", "size": 34, "line": {"color": "@null", "width": 3}},
+            "legendgroup": "null",
+            "showlegend": name == "raw",
+            "hovertemplate": f"null {number(null)}",
+        },
+        {
+            "type": "scatter",
+            "name": f"{_NAMES[name]}, kept",
+            "mode": "markers+text",
+            "x": plain([kept]),
+            "y": [_NAMES[name]],
+            "text": [ratio],
+            "textposition": "top center",
+            "cliponaxis": False,
+            "error_x": {"type": "data", "symmetric": False, "thickness": 2, "width": 7, "color": look["colour"], **errors},
+            "marker": {"color": look["colour"], "symbol": look["symbol"], "size": 11},
+            "hovertemplate": f"kept {number(kept)}"
+            + (f"<br>95 % interval {span(ends)}" if ends else "<br>no interval: too few documents"),
+        },
+    ]
+
+
+def _bands(result: Result) -> Figure:
+    table, values = result.table("gradient_bands"), result.values or {}
+    style = "raw" if values.get("centred") is None else "centred"
+    null = (values.get(style) or {}).get("kept_null") or np.nan
+    low, high, kept, tokens = (table.columns[n] for n in ("occurrences_from", "occurrences_to", "kept", "tokens"))
+    ratio, above, below = kept / null, table.columns["kept_high"] / null, table.columns["kept_low"] / null
+    names = [_band(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+    dots = {
+        "type": "scatter",
+        "name": f"{_NAMES[style]}, measured",
+        "mode": "markers",
+        "x": names,
+        "y": plain(ratio),
+        "customdata": [
+            [number(r), number(lo), number(hi), number(n)] for r, lo, hi, n in zip(ratio, below, above, tokens, strict=True)
+        ],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": plain(above - ratio),
+            "arrayminus": plain(ratio - below),
+            "thickness": 2,
+            "width": 6,
+            "color": STYLES[style]["colour"],
+        },
+        "marker": {"color": STYLES[style]["colour"], "symbol": STYLES[style]["symbol"], "size": 10},
+        "hovertemplate": "%{customdata[0]} (95 % %{customdata[1]} to %{customdata[2]})<br>%{customdata[3]} predictions",
+    }
+    one_hot = {
+        "type": "scatter",
+        "name": "if the error were on the target alone",
+        "mode": "markers",
+        "x": names,
+        "y": plain(table.columns["kept_if_one_hot"] / null),
+        "marker": {"color": "@full", "symbol": "square-open", "size": 9, "line": {"width": 2, "color": "@full"}},
+        "hovertemplate": "%{y:.4g} for an error on the target alone",
+    }
+    return Figure(
+        "Kept over null, by how often the target occurs in the measured text",
+        "Each point pools the predictions whose target occurs that often, with a 95 % interval that takes tokens as "
+        "independent. Null: 1, the dotted line. Look for a slope: a head that passes more for frequent targets than for "
+        "rare ones. Open squares are what an error on the target alone would keep, from the length of its row in the "
+        "column space.",
+        "Dot and interval chart. "
+        + "; ".join(f"{name} occurrences: {number(r)}" for name, r in zip(names, ratio, strict=True))
+        + ".",
+        [dots, one_hot, reference("null: random subspace", [0], [1]) | {"x": names, "y": [1] * len(names)}],
+        {
+            "xaxis": axis("occurrences of the target in the measured text", type="category"),
+            "yaxis": axis("kept / null"),
+            "hovermode": "closest",
+        },
+        (table.name,),
+    )
+
+
+def _band(low: int, high: int) -> str:
+    if high < 0:
+        return f"{low:,}+"
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"

@@ -1,0 +1,69 @@
+"""Numbers and strings as a reader sees them: four significant digits, and nothing that hides or breaks the page."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+NONE = "none"
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # as in text._display, but spaces and marks stay: this is prose
+_SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+_NARROW = "\N{NARROW NO-BREAK SPACE}"
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, bidi marks and lone surrogates as visible escapes, so that it encodes to UTF-8."""
+    return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if unicodedata.category(character) not in _HIDDEN:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def number(value: Any) -> str:
+    """Four significant digits, commas between thousands, `1.234 × 10⁻⁵` where zeros would pile up."""
+    if value is None:
+        return NONE
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace("-", "−")
+    if not isinstance(value, float):
+        return printable(str(value))
+    if not math.isfinite(value):
+        return NONE
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    if -5 < int(exponent) < 6:
+        text = f"{value:,.{max(0, 3 - int(exponent))}f}"
+    else:
+        text = f"{mantissa}{_NARROW}×{_NARROW}10{power(int(exponent))}"
+    return text.replace("-", "−", 1) if value < 0 else text
+
+
+def power(exponent: int) -> str:
+    """`-5` as `⁻⁵`."""
+    return str(exponent).translate(_SUPERSCRIPT)
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage."""
+    return NONE if value is None else f"{number(100.0 * value)}{_NARROW}%"
+
+
+def span(ends: Sequence[float] | None) -> str:
+    """Lower and upper end of an interval, empty without one."""
+    return f"{number(ends[0])} to {number(ends[1])}" if ends else ""
+
+
+def count(value: int, noun: str, plural: str = "") -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number(value)} {noun if value == 1 else plural or noun + 's'}"

@@ -1,0 +1,43 @@
+"""What a source of text is.
+
+A source is an object that gives a fresh iterator of `Document`s each time. One that has a length is held in memory
+and may be shuffled; the others are streams, read again from the start at each pass and never held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and a name to find it again.
+
+    Args:
+        id: Where it came from: a path, a path and a line, a row, a topic.
+        text: The text itself.
+    """
+
+    id: str
+    text: str
+
+
+class Source(Protocol):
+    """What `read_files`, `read_dataset` and `read_topics` return."""
+
+    name: str
+
+    def __iter__(self) -> Iterator[Document]: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What was read, as JSON types."""
+        ...
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The first line that a third party's error says something in, cut to `limit` characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"
