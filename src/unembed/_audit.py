@@ -69,7 +69,9 @@ class Audit:
         from unembed import report
 
         page = escape(report.render(self.record), quote=True)
-        return f'<iframe srcdoc="{page}" style="width:100%;height:60em;border:0" sandbox="allow-scripts allow-downloads">'
+        return (
+            f'<iframe srcdoc="{page}" style="width:100%;height:60em;border:0" sandbox="allow-scripts allow-downloads">'
+        )
 
 
 @dataclass(frozen=True)
@@ -185,9 +187,7 @@ def _measure_on_text(
         )
         for block in stream:
             index = torch.arange(done, done + len(block))
-            for chunk in diagnostics.chunks(
-                head, block.hidden, block.targets, documents=block.documents, index=index
-            ):
+            for chunk in diagnostics.chunks(head, block.hidden, block.targets, documents=block.documents, index=index):
                 for accumulator in accumulators:
                     accumulator.add(chunk)
                 done += len(chunk)

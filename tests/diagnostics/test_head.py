@@ -53,7 +53,8 @@ def test_float64_stays_float64():
 
 
 @pytest.mark.parametrize(
-    ("rows", "bias", "softcap", "bound"), [(9, False, None, 4), (9, True, None, 5), (3, True, None, 3), (9, True, 3.0, None)]
+    ("rows", "bias", "softcap", "bound"),
+    [(9, False, None, 4), (9, True, None, 5), (3, True, None, 3), (9, True, 3.0, None)],
 )
 def test_rank_bound(rows, bias, softcap, bound):
     head = LinearHead(torch.zeros(rows, 3), bias=torch.zeros(rows) if bias else None, softcap=softcap)

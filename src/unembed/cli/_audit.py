@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +23,41 @@ def add_to(commands: Any) -> None:
         "gradient passes. Writes report.html, audit.json and the tables.",
         allow_abbrev=False,
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="folder, hub id or GGUF file; the demonstration model")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="folder, hub id or GGUF file; the demonstration model"
+    )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="plain text or JSONL (field `text`) to measure on")
+    where.add_argument(
+        "--text", nargs="+", type=Path, metavar="FILE", help="plain text or JSONL (field `text`) to measure on"
+    )
     where.add_argument("--dataset", metavar="NAME", help="Hugging Face dataset to stream, NAME or NAME:CONFIG")
     parser.add_argument("--split", default="train", help="split of the dataset (train)")
-    parser.add_argument("--field", default="text", help="field of a JSONL line or dataset row that holds the text (text)")
+    parser.add_argument(
+        "--field", default="text", help="field of a JSONL line or dataset row that holds the text (text)"
+    )
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="predictions to measure on (8192)")
     parser.add_argument("--context", type=int, default=512, metavar="N", help="longest window, in tokens (512)")
     parser.add_argument("--checks", default=_CHECKS, metavar="A,B", help=f"measurements to make ({_CHECKS})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (out/NAME)")
-    parser.add_argument("--fail-on", choices=[_NEVER, "info", "warning", "error"], default=_NEVER, metavar="SEVERITY",
-                        help="exit with 1 on a finding of this severity or worse: info, warning, error (never)")
+    parser.add_argument(
+        "--fail-on",
+        choices=[_NEVER, "info", "warning", "error"],
+        default=_NEVER,
+        metavar="SEVERITY",
+        help="exit with 1 on a finding of this severity or worse: info, warning, error (never)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (cpu)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"],
-                        help="in what the body runs (float32)")
-    parser.add_argument("--norm", choices=["rms", "rms1p", "layer", "none"],
-                        help="kind of the final norm, where the model's family is unknown")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float16", "float64"],
+        help="in what the body runs (float32)",
+    )
+    parser.add_argument(
+        "--norm",
+        choices=["rms", "rms1p", "layer", "none"],
+        help="kind of the final norm, where the model's family is unknown",
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument("--seed", type=int, default=0, help="seed of document order, bootstrap and sketches (0)")
     parser.set_defaults(run=run)
@@ -92,7 +109,9 @@ def _folder(model: str | None, options: argparse.Namespace) -> Path:
     """`--out`, with a folder a model below it when there are several."""
     from unembed.results import safe_name
 
-    name = "demonstration" if model is None else safe_name(Path(model).resolve().name if Path(model).exists() else model)
+    name = (
+        "demonstration" if model is None else safe_name(Path(model).resolve().name if Path(model).exists() else model)
+    )
     if options.out is None:
         return Path("out") / name
     return options.out / name if len(options.models) > 1 else options.out
@@ -100,7 +119,7 @@ def _folder(model: str | None, options: argparse.Namespace) -> Path:
 
 def _command(model: str | None, options: argparse.Namespace) -> str:
     """The command line that repeats this audit."""
-    given = [argument for argument in sys.argv[1:] if argument not in options.models]
+    given = [argument for argument in options.arguments if argument not in options.models]
     return shlex.join(["unembed", given[0], *([model] if model else []), *given[1:]])
 
 

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     try:
         options = parser.parse_args(arguments)
+        options.arguments = list(sys.argv[1:] if arguments is None else arguments)
         return options.run(options)
     except KeyboardInterrupt:
         _say("interrupted; nothing was written")
@@ -61,4 +62,4 @@ def _one_line(error: Exception) -> str | None:
 
 
 def _say(line: str) -> None:
-    print(f"unembed: {line}", file=sys.stderr)
+    sys.stderr.write(f"unembed: {line}\n")

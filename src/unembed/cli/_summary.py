@@ -37,7 +37,9 @@ def _rows(record: Record) -> list[tuple[str, str, str, str]]:
     values = {name: result.values for name, result in record.results.items() if result.values is not None}
     if "spectrum" in values:
         found = values["spectrum"]
-        rows.append(("rank of W", f"{found['rank']:,}", f"D = {head['in_features']:,}, tolerance {found['tolerance']:.2g}", ""))
+        rows.append(
+            ("rank of W", f"{found['rank']:,}", f"D = {head['in_features']:,}, tolerance {found['tolerance']:.2g}", "")
+        )
     if "logprob_rank" in values:
         found = values["logprob_rank"]
         bound = "no bound (soft-cap)" if found["bound"] is None else f"bound {found['bound']:,}"
@@ -45,13 +47,26 @@ def _rows(record: Record) -> list[tuple[str, str, str, str]]:
     for convention in ("raw", "centred"):
         found = values.get("gradient", {}).get(convention)
         if found:
-            rows.append((f"gradient kept, {convention}", f"{found['kept']:.4f}", f"random subspace {found['kept_null']:.4f}", ""))
+            rows.append(
+                (
+                    f"gradient kept, {convention}",
+                    f"{found['kept']:.4f}",
+                    f"random subspace {found['kept_null']:.4f}",
+                    "",
+                )
+            )
             rows.append(("  ratio to the null", f"{found['ratio']:.3f}", "1", _interval(found["ratio_ci95"])))
     if "saturation" in values:
         found = values["saturation"]
         rows.append(("loss, nats", f"{found['loss']['mean']:.4f}", "", _interval(found["loss"]["ci95"])))
-        rows.append(("entropy, nats", f"{found['entropy']['mean']:.4f}", f"uniform {found['entropy_uniform']:.2f}",
-                     _interval(found["entropy"]["ci95"])))
+        rows.append(
+            (
+                "entropy, nats",
+                f"{found['entropy']['mean']:.4f}",
+                f"uniform {found['entropy_uniform']:.2f}",
+                _interval(found["entropy"]["ci95"]),
+            )
+        )
     return rows
 
 

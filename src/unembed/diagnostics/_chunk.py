@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unembed import ops
 from unembed.diagnostics._head import LinearHead
+from unembed.results import InputError
 
 _SCORE_ELEMENTS = 1 << 25  # scores alive in a chunk: 128 MiB in float32
 
@@ -40,7 +41,8 @@ class Chunk:
         documents: Int[Tensor, " n"],
         index: Int[Tensor, " n"],
     ) -> None:
-        self.head, self.hidden, self.targets, self.documents, self.index = head, hidden, targets, documents, index
+        self.head, self.hidden, self.targets = head, hidden.detach(), targets
+        self.documents, self.index = documents, index
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -120,14 +122,18 @@ def chunks(
 
     Raises:
         ValueError: If shapes do not fit or a target is not a row of the head.
+        InputError: If a hidden state holds NaN or infinity.
     """
     if hidden.ndim != 2 or hidden.shape[1] != head.width or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"Expected `hidden` [n, {head.width}] and `targets` [n], "
             f"got {tuple(hidden.shape)} and {tuple(targets.shape)}."
         )
+    for name, given in (("documents", documents), ("index", index)):
+        if given is not None and given.shape != targets.shape:
+            raise ValueError(f"Expected `{name}` {tuple(targets.shape)} like `targets`, got {tuple(given.shape)}.")
     device = head.weight.device
-    targets = targets.to(device)
+    targets = targets.to(device, torch.int64)
     counts = targets != ignore_index
     wrong = counts & ((targets < 0) | (targets >= head.vocab))
     if bool(wrong.any()):
@@ -139,5 +145,10 @@ def chunks(
     documents = torch.zeros_like(everything) if documents is None else documents.to(device)
     index = everything if index is None else index.to(device)
     kept = everything[counts]
-    for part in kept.split(rows or max(1, _SCORE_ELEMENTS // head.vocab)):
-        yield Chunk(head, hidden.to(device)[part], targets[part], documents[part], index[part])
+    bad = int((~torch.isfinite(hidden).all(-1)).to(device)[kept].sum())
+    if bad:
+        raise InputError(f"`hidden` holds NaN or infinity in {bad} of {len(kept)} predictions: a wider dtype may help.")
+    if len(kept) == 0:
+        return
+    for part in kept.split(max(1, _SCORE_ELEMENTS // head.vocab) if rows is None else rows):
+        yield Chunk(head, hidden[part.to(hidden.device)].to(device), targets[part], documents[part], index[part])

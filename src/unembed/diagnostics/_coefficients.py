@@ -25,8 +25,8 @@ _HEAD_RANKS = (1, 10, 100)
 class Coefficients(Accumulator):
     """Mean, spread and energy of the full and of the kept coefficients by rank of the full one.
 
-    Each token's coefficients are ordered by the absolute value of the full gradient (ties by lowest id). Ranks are single
-    up to 16 and grouped beyond. Needs a full sort a token, so it takes every `every`-th prediction.
+    Each token's coefficients are ordered by the absolute value of the full gradient (ties by lowest id). Ranks are
+    single up to 16 and grouped beyond. Needs a full sort a token, so it takes every `every`-th prediction.
 
     Args:
         head: The head under measurement.
@@ -123,10 +123,10 @@ def _finding(values: dict[str, Any]) -> Finding:
     return Finding(
         Coefficients.code,
         "info",
-        f"The ten largest coefficients carry {full:.0%} of the gradient's energy before the head, {kept:.0%} after",
+        f"The ten largest coefficients carry {full:.3g} of the gradient's energy before the head, {kept:.3g} after",
         f"shares of the squared norm over {values['tokens']} sampled tokens, "
         f"{'raw' if name == 'kept_raw' else 'row-centred'} convention",
         "What remains outside the top is spread over tokens that were hardly predicted.",
-        "Energy in the tail need not be noise: a projection moves it there for any subspace that is not aligned with the "
-        "coordinate axes, a random one included.",
+        "Energy in the tail need not be noise: a projection moves it there for any subspace that is not aligned with "
+        "the coordinate axes, a random one included.",
     )

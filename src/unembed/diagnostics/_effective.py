@@ -10,8 +10,9 @@ import numpy as np
 def effective_ranks(values: np.ndarray) -> dict[str, float | int]:
     r"""Effective ranks of singular values `s`, largest first.
 
-    `stable_rank` $\|W\|_F^2 / s_1^2$; `entropy_rank` $\exp(-\sum p \ln p)$ with $p = s / \sum s$ (Roy and Vetterli, 2007);
-    `entropy_rank_energy` the same with $p = s^2 / \sum s^2$; `participation_ratio` $(\sum s^2)^2 / \sum s^4$;
+    `stable_rank` $\|W\|_F^2 / s_1^2$; `entropy_rank` $\exp(-\sum p \ln p)$ with $p = s / \sum s$ (Roy and
+    Vetterli, 2007); `entropy_rank_energy` the same with $p = s^2 / \sum s^2$; `participation_ratio`
+    $(\sum s^2)^2 / \sum s^4$;
     `directions_90`, `_99`, `_999`: how many directions hold that share of the energy $s^2$.
 
     Returns:

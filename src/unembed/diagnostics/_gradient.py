@@ -134,7 +134,7 @@ class Gradient(Accumulator):
                 "kept_low": "95 % interval, delta method over tokens taken as independent",
                 "kept_high": "upper end",
                 "ratio": f"kept over the null {null:.5g}",
-                "kept_if_one_hot": "root of the mean leverage of the target's row: kept for an error on the target alone",
+                "kept_if_one_hot": "root of the mean leverage of the target's row: what a one-hot error keeps",
             },
         )
 
@@ -153,6 +153,16 @@ def _ratio_with_error(sums: Tensor, column: int) -> tuple[float, float]:
 
 def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
     name, numbers = ("raw", values["raw"]) if values["centred"] is None else ("row-centred", values["centred"])
+    if numbers["ratio"] is None:
+        return [
+            Finding(
+                Gradient.code,
+                "warning",
+                "Nothing of the gradient passes the head",
+                f"rank {numbers['rank']} in {head.vocab} ({name} convention, {values['tokens']} tokens)",
+                "All rows of the matrix are equal within its rounding, so hidden states do not move a probability.",
+            )
+        ]
     ends = numbers["ratio_ci95"]
     span = f", 95 % interval {ends[0]:.3g} to {ends[1]:.3g} over {values['documents']} documents" if ends else ""
     evidence = (
@@ -170,6 +180,6 @@ def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
             evidence,
             f"{numbers['destroyed']:.1%} of the norm of the logit gradient is outside what the body can be told in one "
             f"step; a random head of this rank leaves out {math.sqrt(1 - numbers['kept_null'] ** 2):.1%}.",
-            "Compression measured, not learning lost: whether it harms training is a question for controlled experiments.",
+            "Compression measured, not learning lost: whether it harms training is for controlled experiments to say.",
         )
     ]

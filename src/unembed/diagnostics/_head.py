@@ -36,7 +36,7 @@ class LinearHead:
         softcap: Cap of the scores, None for none.
         scale: Positive factor on the scores.
         tokens: Token strings by id, raw.
-        noise_eps: Relative spacing of the numbers as they were stored, for rank tolerances; that of the dtype when None.
+        noise_eps: Relative spacing of the numbers as stored, for rank tolerances; that of the dtype when None.
         extra_rows: The padding rows that were left out, None without any.
         extra_bias: Their bias.
     """
@@ -50,9 +50,20 @@ class LinearHead:
     extra_rows: Float[Tensor, "P D"] | None = None
     extra_bias: Float[Tensor, " P"] | None = None
 
+    def __post_init__(self) -> None:
+        # Parameters may be given; a measurement that kept their graph would grow with every token.
+        for name in ("weight", "bias", "extra_rows", "extra_bias"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                object.__setattr__(self, name, tensor.detach())
+
     @classmethod
     def of(
-        cls, unembedding: _Unembedding, *, weight: Float[Tensor, "V D"] | None = None, device: str | torch.device = "cpu"
+        cls,
+        unembedding: _Unembedding,
+        *,
+        weight: Float[Tensor, "V D"] | None = None,
+        device: str | torch.device = "cpu",
     ) -> LinearHead:
         """The head of a loaded `models.Unembedding`, in float32 or wider on `device`.
 

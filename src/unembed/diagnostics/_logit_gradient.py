@@ -66,7 +66,10 @@ class LogitGradient:
     def coordinates(self) -> Float[Tensor, "n r+1"]:
         """Coordinates of `g` in the orthonormal basis `[col(W_c), 1/sqrt(V)]`, float64 on the CPU."""
         basis = self.chunk.head.columns.centred
-        inside = (self._off @ basis) * self._scale[:, None] - self._on[:, None] * basis[self.chunk.targets]
+        # Hidden states may be float64 where the weight, and so the basis, is float32.
+        inside = (self._off.to(basis.dtype) @ basis) * self._scale[:, None] - self._on[:, None] * basis[
+            self.chunk.targets
+        ]
         if self.chunk.head.softcap is None:  # the rows of G sum to zero
             along_ones = inside.new_zeros(len(inside))
         else:

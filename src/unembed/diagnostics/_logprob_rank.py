@@ -1,7 +1,7 @@
 r"""UNE102 `logprob_rank`: rank of the log-probability matrix on real contexts, against its bound.
 
-Without a soft-cap $A = s (H W^T + 1 b^T) - g 1^T$ has the factors `[sH, s1, -g]` and `[W, b, 1]`; a running QR of the first
-and the known spectrum of the second give every singular value of `A` in float64, in memory that no token adds to.
+Without a soft-cap $A = s (H W^T + 1 b^T) - g 1^T$ has the factors `[sH, s1, -g]` and `[W, b, 1]`; a running QR of the
+first and the known spectrum of the second give every singular value of `A` in float64, in memory no token adds to.
 Whether the scores really have that form is measured too: what part of them lies outside `span(W, b, 1)`.
 Under a soft-cap there is no bound (Yang et al., 2018, arXiv:1711.03953), and a random sketch of `A` gives a lower one.
 
@@ -26,6 +26,7 @@ from unembed.diagnostics._head import LinearHead
 from unembed.results import Finding, Result, Table
 
 _LEVELS = tuple(10.0**-power for power in range(1, 9))
+_OWN_ROUNDING = 8 * torch.finfo(torch.float64).eps  # singular values below this, relative, are that of our arithmetic
 _PIECE = 1 << 15  # rows of W taken to float64 at a time
 
 
@@ -51,11 +52,14 @@ class LogprobRank(Accumulator):
         self._tokens = 0
         self._factor: Tensor | None = None
         self._residual = torch.zeros(3, dtype=torch.float64)  # tokens, energy outside the span, energy
-        self._bias = None if head.bias is None else _BiasParts(head)
+        self._masked = head.bias is not None and not bool(torch.isfinite(head.bias).all())
+        self._bias = None if head.bias is None or self._masked else _BiasParts(head)
         self._sketch = None if head.softcap is None else _Sketch(head, seed)
 
     def add(self, chunk: Chunk) -> None:
         """Add one chunk to the left factor, or to the sketch under a soft-cap."""
+        if self._masked:
+            return
         self._tokens += len(chunk)
         lse = (chunk.total.log() + chunk.peak).cpu().to(torch.float64)
         if self._sketch is None:
@@ -70,25 +74,24 @@ class LogprobRank(Accumulator):
             self._residual += self._outside(chunk.scores[taken])
 
     def _outside(self, scores: Float[Tensor, "n V"]) -> Float[Tensor, 3]:
-        """Tokens, energy outside `span(W, b, 1)` and energy of the centred scores; the residual written out in float64."""
+        """Tokens, energy outside `span(W, b, 1)`, energy of the centred scores; the residual is formed in float64."""
         basis = self.head.columns.centred
         mean = _mean64(scores)
+        # The bias has one direction more, orthogonal to both; zero without a bias.
+        direction = torch.zeros(len(basis), dtype=torch.float64) if self._bias is None else self._bias.direction
+        pieces = list(zip(basis.split(_PIECE), direction.split(_PIECE), scores.split(_PIECE, dim=1), strict=True))
         coordinates = torch.zeros(len(scores), basis.shape[1], dtype=torch.float64)
+        along_bias = torch.zeros(len(scores), 1, dtype=torch.float64)
         energy = torch.zeros((), dtype=torch.float64)
-        for rows, part in zip(basis.split(_PIECE), scores.split(_PIECE, dim=1), strict=True):
+        for rows, bias, part in pieces:
             part64 = part.cpu().to(torch.float64) - mean
             coordinates += part64 @ rows.cpu().to(torch.float64)
+            along_bias += part64 @ bias[:, None]
             energy += part64.square().sum()
         outside = torch.zeros((), dtype=torch.float64)
-        along_bias = torch.zeros(len(scores), dtype=torch.float64)
-        start = 0
-        for rows, part in zip(basis.split(_PIECE), scores.split(_PIECE, dim=1), strict=True):
+        for rows, bias, part in pieces:
             rest = part.cpu().to(torch.float64) - mean - coordinates @ rows.cpu().to(torch.float64).T
-            outside += rest.square().sum()
-            if self._bias is not None:
-                along_bias += rest @ self._bias.direction[start : start + rest.shape[1]]
-            start += rest.shape[1]
-        outside = (outside - along_bias.square().sum()).clamp(min=0)
+            outside += (rest - along_bias * bias).square().sum()
         return torch.stack([torch.tensor(float(len(scores)), dtype=torch.float64), outside, energy])
 
     def merge(self, other: Self) -> None:
@@ -100,6 +103,8 @@ class LogprobRank(Accumulator):
 
     def result(self) -> Result:
         """Numerical rank with its bound and tolerance, effective ranks, and the residual outside the span."""
+        if self._masked:
+            return self._nothing("the bias masks ids with -inf, so their log-probability is no number")
         if self._factor is None:
             return self._nothing("no prediction was seen")
         if self._sketch is None:
@@ -134,21 +139,22 @@ class LogprobRank(Accumulator):
 
     def _noise(self, values: Tensor, columns: int) -> float:
         frobenius = float(torch.linalg.vector_norm(values))
-        return self._eps * frobenius * (1 / math.sqrt(self._tokens) + 1 / math.sqrt(columns)) / math.sqrt(3)
+        stored = self._eps * (1 / math.sqrt(self._tokens) + 1 / math.sqrt(columns)) / math.sqrt(3)
+        return frobenius * max(stored, _OWN_ROUNDING)
 
     def _singular_values(self) -> tuple[Tensor, Tensor]:
         """Singular values of `A`, and of `A` with the mean of each row taken out."""
         assert self._factor is not None
         svd = self.head.svd
         root = math.sqrt(svd.rows)
+        last = torch.zeros(1, svd.right.shape[1] + 2, dtype=torch.float64)
+        last[0, -2] = root
         # Rows: the columns of [W, b, 1]; columns: coordinates along [U, 1/sqrt(V), the part of b outside both].
         right = [torch.cat([svd.right * svd.values, root * svd.mean[:, None], torch.zeros(len(svd.mean), 1)], dim=1)]
         if self._bias is not None:
             right.append(
-                torch.cat([self._bias.inside, torch.tensor([root * self._bias.mean, self._bias.outside])])[None]
+                torch.cat([self._bias.inside, last.new_tensor([root * self._bias.mean, self._bias.outside])])[None]
             )
-        last = torch.zeros(1, svd.right.shape[1] + 2, dtype=torch.float64)
-        last[0, -2] = root
         product = self._factor @ torch.cat([*right, last])
         without_ones = torch.cat([product[:, :-2], product[:, -1:]], dim=1)
         return torch.linalg.svdvals(product), torch.linalg.svdvals(without_ones)
@@ -240,5 +246,5 @@ def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
         "Fewer contexts than the bound were measured, so the bound could not be reached."
         if short
         else "Whatever the body learns, log-probabilities over all contexts stay in a space of that dimension.",
-        "A bound that is met shows a bottleneck in what can be expressed exactly, not that the loss would fall without it.",
+        "A bound that is met limits what can be expressed exactly; whether the loss would fall without it is open.",
     )

@@ -29,7 +29,8 @@ class Saturation(Accumulator):
     r"""Anisotropy and norms of hidden states, entropy and loss of predictions.
 
     Anisotropy is the mean cosine of two different predictions' hidden states, all pairs:
-    $(\|\sum u\|^2 - N) / (N (N - 1))$ with $u = h / \|h\|$. Directions spread evenly give 0.
+    $(\|\sum u\|^2 - N) / (N (N - 1))$ with $u = h / \|h\|$. Directions spread evenly give 0; a hidden state of zero
+    counts as cosine 0 with all others.
 
     Args:
         head: The head under measurement.
@@ -50,7 +51,7 @@ class Saturation(Accumulator):
         self._sum = torch.zeros(head.width, dtype=torch.float64)
         self._second = torch.zeros(head.width, head.width, dtype=torch.float64)
         self._norms = torch.zeros(_NORM_BINS, dtype=torch.float64)
-        self._norm_sums = torch.zeros(2, dtype=torch.float64)
+        self._norm_sums = torch.zeros(3, dtype=torch.float64)  # norms, squared norms, norms that are not 0
         self._entropies = torch.zeros(_ENTROPY_BINS, dtype=torch.float64)
 
     def add(self, chunk: Chunk) -> None:
@@ -60,7 +61,7 @@ class Saturation(Accumulator):
         self._units += (hidden / norms.clamp(min=1e-300)[:, None]).sum(0)
         self._sum += hidden.sum(0)
         self._second += hidden.T @ hidden
-        self._norm_sums += torch.stack([norms.sum(), norms.square().sum()])
+        self._norm_sums += torch.stack([norms.sum(), norms.square().sum(), (norms > 0).sum()])
         low, high = _NORM_DECADES
         place = (norms.clamp(min=1e-300).log10() - low) / (high - low)
         self._norms += _histogram(place, _NORM_BINS)
@@ -86,15 +87,8 @@ class Saturation(Accumulator):
         self._documents.merge(other._documents)
         self._bytes += other._bytes
         self._padding += other._padding
-        for mine, theirs in (
-            (self._units, other._units),
-            (self._sum, other._sum),
-            (self._second, other._second),
-            (self._norms, other._norms),
-            (self._norm_sums, other._norm_sums),
-            (self._entropies, other._entropies),
-        ):
-            mine += theirs
+        for name in ("_units", "_sum", "_second", "_norms", "_norm_sums", "_entropies"):
+            getattr(self, name).add_(getattr(other, name))
 
     def result(self) -> Result:
         """Anisotropy with its null, spectrum of the hidden states, entropy and loss with intervals."""
@@ -107,7 +101,7 @@ class Saturation(Accumulator):
         pairs = count * (count - 1)
         values: dict[str, Any] = {
             "tokens": count,
-            "anisotropy": (float(self._units.square().sum()) - count) / pairs if pairs else None,
+            "anisotropy": float(self._units.square().sum() - self._norm_sums[2]) / pairs if pairs else None,
             "anisotropy_null": 0.0,
             "anisotropy_null_sd": math.sqrt(2 / (pairs * self.head.width)) if pairs else None,
             "hidden_norm": {"mean": mean_norm, "sd": math.sqrt(variance)},
@@ -186,7 +180,7 @@ def _findings(values: dict[str, Any]) -> tuple[Finding, ...]:
             f"Hidden states share a direction: mean cosine {values['anisotropy'] or 0:.2f}",
             f"null 0 for evenly spread directions (standard deviation {values['anisotropy_null_sd'] or 0:.1g}); "
             f"90 % of the centred energy in {values['hidden_ranks_centred']['directions_90']} directions",
-            f"Loss {loss['mean']:.3f} nats{span}, entropy {entropy['mean']:.3f} of {values['entropy_uniform']:.2f} nats.",
+            f"Loss {loss['mean']:.3f} nats{span}; entropy {entropy['mean']:.3f} of at most {values['entropy_uniform']:.1f}.",
             "Anisotropy alone is not a fault: a shared direction cancels in the softmax if W is centred.",
         )
     ]

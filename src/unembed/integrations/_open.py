@@ -40,30 +40,50 @@ def open_model(
         import transformers
     except ImportError as error:
         raise ImportError('Running a model needs transformers: pip install "unembed[hf]"') from error
-    path = Path(source)
-    gguf = path.suffix == ".gguf"
-    if gguf and not path.is_file():
-        raise InputError(f"{path}: no such file.")
-    where = str(path.parent) if gguf else str(source)
-    options: dict[str, Any] = {"revision": revision, "gguf_file": path.name if gguf else None}
-    options = {name: value for name, value in options.items() if value is not None}
-    with quiet(stderr=gguf), read_once() if gguf else contextlib.nullcontext(), _as_input_errors(source):
-        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
+    where, gguf = _locate(source)
+    options: dict[str, Any] = {"trust_remote_code": False} | ({"revision": revision} if revision else {})
+    options |= {"gguf_file": gguf} if gguf else {}
+    with quiet(stderr=bool(gguf)), read_once() if gguf else contextlib.nullcontext(), _as_input_errors(source):
+        config = transformers.AutoConfig.from_pretrained(where, **options)
         _refuse_other_kinds(source, config, transformers)
         tokenizer = _open_tokenizer(source, where, config, options, transformers)
         with out_of_memory(f"loading {source}", "use a smaller model or `dtype`"):
             model, about = transformers.AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+                where,
+                config=config,
+                dtype=dtype,
+                use_safetensors=None if gguf else True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
             )
-        missing = sorted({*about["missing_keys"], *(key for key, *_ in about["mismatched_keys"])})
-        if missing:
-            raise InputError(
-                f"{source}: the files lack {len(missing)} tensors that {type(model).__name__} needs, "
-                f"{missing[0]} among them; transformers would make them up."
-            )
+        _refuse_made_up(source, model, about)
         with out_of_memory(f"moving {source} to {place}", "use `--device cpu` or a smaller `dtype`"):
             model = model.to(place)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def _locate(source: str | Path) -> tuple[str, str | None]:
+    """Folder or hub id, and the name of the GGUF file in that folder.
+
+    Raises:
+        InputError: If a path is not there, or a folder holds no model.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return str(path.parent), path.name
+        if path.name == "model.safetensors":
+            return str(path.parent), None
+        raise InputError(f"{path}: expected a model folder or a .gguf file, got another file; give its folder.")
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if not (path / "config.json").is_file() and len(ggufs) != 1:
+            raise InputError(f"{path}: expected config.json, or one .gguf file, got neither.")
+        return str(path), None if (path / "config.json").is_file() else ggufs[0].name
+    if len(path.parts) > 2 or path.suffix in (".gguf", ".safetensors") or not isinstance(source, str):
+        raise InputError(f"{source}: no such file or folder.")
+    return source, None
 
 
 def resolve_device(device: str) -> torch.device:
@@ -98,17 +118,30 @@ def _refuse_other_kinds(source: str | Path, config: Any, transformers: Any) -> N
         raise InputError(f"{source}: {kind} is not a causal language model; its head does not predict the next token.")
 
 
+def _refuse_made_up(source: str | Path, model: Any, about: dict[str, Any]) -> None:
+    """Refuse a model with tensors that transformers filled with random numbers."""
+    wrong = {key: f"has shape {tuple(came)} for {tuple(wanted)}" for key, came, wanted in about["mismatched_keys"]}
+    wrong |= dict.fromkeys(about["missing_keys"], "is missing")
+    if wrong:
+        key = min(wrong)
+        others = f", and {len(wrong) - 1} other tensors are wrong" if len(wrong) > 1 else ""
+        raise InputError(
+            f"{source}: {key} {wrong[key]} for {type(model).__name__}{others}; transformers would make up the numbers."
+        )
+
+
 def _open_tokenizer(source: str | Path, where: str, config: Any, options: dict[str, Any], transformers: Any) -> Any:
     opener = transformers.AutoTokenizer
-    if "gguf_file" in options:
-        # AutoTokenizer would build the configuration, and so all the metadata, once more to find this class.
+    if "gguf_file" in options and not (Path(where) / "tokenizer_config.json").is_file():
+        # AutoTokenizer comes to this class too, but parses the whole file once more to get there.
         opener = transformers.TOKENIZER_MAPPING.get(type(config), None) or opener
+    mend = "put tokenizer.json and tokenizer_config.json beside the weights"
     try:
-        tokenizer = opener.from_pretrained(where, trust_remote_code=False, **options)
+        tokenizer = opener.from_pretrained(where, **options)
     except Exception as error:  # a missing file is OSError, ValueError, TypeError or KeyError by tokenizer class
-        raise InputError(f"{source}: no tokenizer that transformers can open ({one_line(error)}).") from error
+        raise InputError(f"{source}: no tokenizer that transformers can open; {mend}.") from error
     if len(tokenizer) == 0 or not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        raise InputError(f"{source}: no tokenizer files; put tokenizer.json beside the weights.")
+        raise InputError(f"{source}: its tokenizer makes no tokens of a text; {mend}.")
     return tokenizer
 
 
@@ -120,4 +153,6 @@ def _as_input_errors(source: str | Path) -> Iterator[None]:
     except (InputError, ImportError):
         raise
     except Exception as error:  # OSError, ValueError, RuntimeError, KeyError, SafetensorError, ...: no common family
+        if "custom code" in str(error) or "trust_remote_code" in str(error):
+            raise InputError(f"{source}: brings its own model code, which unembed never runs.") from error
         raise InputError(f"{source}: transformers cannot open it ({one_line(error)}).") from error

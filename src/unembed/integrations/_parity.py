@@ -177,12 +177,16 @@ def _compare(seen: _Seen, head: Unembedding, hidden: Float[Tensor, "T D"], *, sh
     scores, rebuilt = seen.scores[:, shown], rebuilt[:, shown]
     spread = scores.std(-1).mean().item()
     noise = seen.unit * (scores.abs().max().item() + deviation) / spread
-    said, ours = scores.double().log_softmax(-1), rebuilt.double().log_softmax(-1)
+    kl, same = 0.0, 0
+    for one, other in zip(scores.split(8), rebuilt.split(8), strict=True):  # float64 of a few positions at a time
+        said, ours = one.double().log_softmax(-1), other.double().log_softmax(-1)
+        kl += (said.exp() * (said - ours)).sum().item()
+        same += int((said.argmax(-1) == ours.argmax(-1)).sum())
     return _Distance(
         error=(scores - rebuilt).abs().max().item() / spread,
         tolerance=_FLOAT32 + _ROUNDINGS * noise,
-        kl=(said.exp() * (said - ours)).sum(-1).mean().item(),
-        same=int((said.argmax(-1) == ours.argmax(-1)).sum()),
+        kl=kl / len(scores),
+        same=same,
         positions=len(scores),
     )
 

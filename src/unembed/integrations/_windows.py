@@ -69,10 +69,10 @@ def plan_windows(
     live: dict[int, np.ndarray] = {}  # documents that may have a next window -> their ids as far as tokenised
     left, count, rounds, known = tokens, 0, 0, 0
     while left > 0 and (rounds == 0 or live):
-        reread = rounds >= known
-        known = max(known, 2 * rounds, 1)
-        need = known * length + max(len(leading), 1)
-        source = order.read(tokenizer, live, rounds, need) if reread else list(live.items())
+        source: Iterable[tuple[int, np.ndarray]] = list(live.items())
+        if rounds >= known:
+            known = max(1, 2 * rounds)
+            source = order.read(tokenizer, live, rounds, known * length + max(len(leading), 1))
         for document, ids in source:
             window = _cut(ids, leading, rounds, length)
             if window is None:
@@ -143,12 +143,21 @@ def encode_prefix(tokenizer: Any, text: str, need: int) -> np.ndarray:
     characters = 8 * need + 1024
     while True:
         whole = characters >= len(text)
-        ids = np.asarray(tokenizer(text[:characters], verbose=False)["input_ids"], dtype=np.int64)
+        ids = np.asarray(tokenizer(_sound(text[:characters]), verbose=False)["input_ids"], dtype=np.int64)
         if whole:
             return ids
         if len(ids) - _SETTLED >= need:
             return ids[: len(ids) - _SETTLED]
         characters *= 4
+
+
+def _sound(text: str) -> str:
+    """`text` with lone surrogates, which JSON allows and tokenizers refuse, as U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def check_ids(ids: np.ndarray, rows: int, what: str) -> None:

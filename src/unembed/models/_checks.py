@@ -30,7 +30,7 @@ CODES = {
     "UNE010": "Scale and soft-cap of the scores.",
     "UNE011": "How the numbers are stored, and how they were widened.",
 }
-_CHUNK_ELEMENTS = 1 << 21
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def require(check: Check) -> Check:
@@ -46,7 +46,7 @@ def require(check: Check) -> Check:
 
 @dataclass(frozen=True)
 class Scan:
-    """One pass over a matrix: digests of its float32 values, and the largest magnitude of each row."""
+    """One pass over a matrix as float32: digests of its values, and the largest magnitude of each row."""
 
     digests: bytes
     magnitudes: Float[Tensor, " V"]
@@ -55,19 +55,21 @@ class Scan:
     def of(cls, weight: Float[Tensor, "V D"]) -> Scan:
         """Read `weight` in chunks of rows, a few at a time in threads (hashlib and torch release the lock)."""
         rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+        # Filled in place: a small tensor kept from each chunk would pin the chunk's freed memory.
+        magnitudes = torch.empty(weight.shape[0])
 
-        def read(start: int) -> tuple[bytes, Tensor]:
+        def read(start: int) -> bytes:
             # no_grad is a setting of the thread, and parameters of a model come in here.
             with torch.no_grad():
-                part = weight[start : start + rows].cpu()
-                magnitudes = part.abs().amax(dim=1).double()
                 # Adding zero turns -0 into 0, which compare equal.
-                values = part.to(torch.float32).add(0.0).contiguous()
-                return hashlib.sha256(values.numpy().data.cast("B")).digest(), magnitudes
+                values = weight[start : start + rows].to("cpu", torch.float32, copy=True).contiguous().add_(0.0)
+                digest = hashlib.sha256(values.numpy().data.cast("B")).digest()
+                torch.amax(values.abs_(), dim=1, out=magnitudes[start : start + rows])
+                return digest
 
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            parts = list(pool.map(read, range(0, weight.shape[0], rows)))
-        return cls(b"".join(digest for digest, _ in parts), torch.cat([m for _, m in parts]))
+            digests = b"".join(pool.map(read, range(0, weight.shape[0], rows)))
+        return cls(digests, magnitudes)
 
 
 def content_hash(scan: Scan, weight: Tensor, bias: Tensor | None, norm: FinalNorm | None) -> str:
@@ -83,8 +85,17 @@ def content_hash(scan: Scan, weight: Tensor, bias: Tensor | None, norm: FinalNor
     return whole.hexdigest()
 
 
-def check_values(scan: Scan, bias: Tensor | None, norm: FinalNorm | None, where: str) -> list[Check]:
-    """UNE004 and UNE005 for the whole head; `where` names the tensor and the file."""
+def check_values(
+    scan: Scan, weight: Float[Tensor, "V D"], bias: Tensor | None, norm: FinalNorm | None, where: str
+) -> list[Check]:
+    """UNE003 to UNE005 for the whole head; `where` names the tensor and the file."""
+    for name, part in _vectors(bias, norm).items():
+        expected = (weight.shape[0 if name == "bias" else 1],)
+        if part.shape != expected:
+            message = (
+                f"{where}: the {name} has shape {tuple(part.shape)}, expected {expected}; they are not of one model"
+            )
+            return [Check("UNE003", "failed", message)]
     broken = (~torch.isfinite(scan.magnitudes)).nonzero().flatten()
     if len(broken):
         message = (

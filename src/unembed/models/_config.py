@@ -75,8 +75,9 @@ class ModelConfig:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{self.where}: `{name}` must be a number, got {value!r}; correct the field.")
+        # Compared before it is converted: JSON has NaN and integers of any length.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise InputError(f"{self.where}: `{name}` must be a number, got {str(value)[:40]}; correct the field.")
         return float(value)
 
     def count(self, *names: str) -> int | None:

@@ -43,8 +43,8 @@ NORMS = _table(
         "llama mistral qwen2 qwen2_moe qwen3 qwen3_moe smollm3 granite granitemoe granitemoehybrid granitemoeshared "
         "granitemoe_swa hyperclovax deepseek_v2 deepseek_v3 deepseek_v32 dots1 jamba jetmoe lara_mini mellum "
         "minimax_m2 ministral seed_oss youtu aria_text axk1 axk2 bailing_hybrid doge flex_olmo olmo_hybrid kolibri1 "
-        "laguna nanochat sarvam_mla sarvam_moe gemma3n_text gemma4_text gemma4_unified_text qwen2_vl qwen2_vl_text "
-        "qwen2_5_vl qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text",
+        "laguna nanochat sarvam_mla sarvam_moe gemma3n_text gemma4_text gemma4_unified_text qwen3_vl_text "
+        "qwen3_vl_moe_text",
     ),
     (
         "rms",
@@ -53,7 +53,8 @@ NORMS = _table(
         "mixtral olmo2 olmo3 olmoe phi3 phi4_multimodal ministral3 gpt_oss llama4_text exaone exaone4 exaone_moe "
         "ernie4_5 ernie4_5_moe glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_dense hunyuan_v1_moe apertus arcee afmoe "
         "bamba bitnet cwm diffllama falcon_h1 granite_swa internlm3 iquestcoder kimi_linear longcat_flash "
-        "mimo_v2_flash minicpm3 minimax solar_open zamba zamba2 zaya hy_v3 mllama_text_model glm4v_text",
+        "mimo_v2_flash minicpm3 minimax solar_open zamba zamba2 zaya hy_v3 mllama_text_model glm4v_text "
+        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
     ),
     ("rms", "rms_norm_eps", 1.5625e-07, "glm glm4"),
     ("rms", "rms_norm_eps", 1e-8, "helium moshi"),
@@ -83,8 +84,9 @@ BARE_NORMS = frozenset({"olmo", "nanochat"})
 TIED = _names(
     "gpt2 gpt-sw3 gpt_neo gpt_bigcode gpt_neox_japanese bloom falcon mpt opt xglm biogpt ctrl openai-gpt "
     "cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe falcon_mamba mamba gemma gemma2 gemma3 gemma3_text gemma3n "
-    "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text recurrent_gemma vaultgemma granite_swa jetmoe lara_mini lfm2 "
-    "lfm2_moe lfm3 minicpm3 smollm3 starcoder2 youtu zamba zamba2 zaya mistral3 internvl got_ocr2 qwen3_vl_moe_text"
+    "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text recurrent_gemma vaultgemma granite_swa jetmoe "
+    "lara_mini lfm2 lfm2_moe lfm3 minicpm3 smollm3 starcoder2 youtu zamba zamba2 zaya mistral3 internvl got_ocr2 "
+    "qwen3_vl_moe_text"
 )
 
 # Soft-cap: model_type -> (field, value when the field is absent). Every other family: `final_logit_softcapping`, none.

@@ -56,7 +56,7 @@ class GgufFile:
         self._at = 4
         try:
             self._read_header()
-        except (struct.error, IndexError, ValueError, OverflowError, MemoryError) as error:
+        except (struct.error, IndexError, ValueError, ArithmeticError, MemoryError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path}: truncated or damaged, its header ends early; fetch the file again.") from None
@@ -109,11 +109,14 @@ class GgufFile:
         return values
 
     def check_whole(self) -> None:
-        """Every tensor ends inside the file.
+        """Every tensor has elements and ends inside the file.
 
         Raises:
             InputError: If one does not.
         """
+        empty = next((name for name, entry in self.tensors.items() if not math.prod(entry.shape)), None)
+        if empty is not None:
+            raise InputError(f"{self.path}: damaged, {empty} has no elements; fetch the file again.")
         end = max((self._start + entry.offset + self._bytes(entry) for entry in self.tensors.values()), default=0)
         if end > len(self._data):
             has = len(self._data)

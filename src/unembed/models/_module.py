@@ -39,7 +39,7 @@ def load_module(model: nn.Module, norm: families.NormRule | None) -> Parts:
         bias = getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
         _confirm_head(name, head, weight, bias)
-        near = next((n for n in modules if n.endswith(EMBEDDINGS)), name)
+        near = pick([f"{n}.weight" for n in modules], EMBEDDINGS) or name
         final, check = _norm(modules, norm, width=weight.shape[1], near=near)
     dtype = str(head.weight.dtype).removeprefix("torch.")
     said = f"{name} is {'tied to the embedding' if tied else 'the head, not tied'}."

@@ -168,9 +168,11 @@ def _from_head(head: str, embedding: str | None, checkpoint: Checkpoint, *, tied
             f", and {source}, so it serves as both." if tied else "."
         )
         return _Choice(head, tied, head, [Check("UNE002", "note" if tied else "ok", message)])
-    rows, other = checkpoint.shape(head)[0], checkpoint.shape(embedding)[0]
-    if rows != other:
-        message = f"{head} is the head, with {rows} rows; the embedding has {other}, and they are not tied ({source})."
+    rows, other = checkpoint.shape(head)[:1], checkpoint.shape_at_hand(embedding)
+    if other is not None and rows != other[:1]:
+        message = (
+            f"{head} is the head, with {rows[0]} rows; the embedding has {other[0]}; they are not tied ({source})."
+        )
         return _Choice(head, False, embedding, [Check("UNE002", "note", message)])
     return _Choice(head, False, embedding, [Check("UNE002", "ok", f"{head} is the head, not tied ({source}).")])
 

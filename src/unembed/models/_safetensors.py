@@ -69,6 +69,10 @@ class Checkpoint:
         """Shape of a tensor, from the header."""
         return tuple(self._entry(name)["shape"])
 
+    def shape_at_hand(self, name: str) -> tuple[int, ...] | None:
+        """The same where the header was read already: a shard on a hub is not fetched for its shapes."""
+        return self.shape(name) if self.files[name] in self._headers else None
+
     def get(self, name: str) -> Tensor:
         """A tensor, memory-mapped in its stored dtype."""
         from safetensors import SafetensorError, safe_open
@@ -113,18 +117,17 @@ def read_header(path: Path) -> dict[str, Any]:
                 raise InputError(f"{path}: {size} bytes, too short for its own header; fetch the file again.")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        # Shape and end of every tensor are used later on; a header without them is no header.
+        layout = [(len(entry["shape"]), 8 + length + entry["data_offsets"][1]) for entry in header.values()]
+        end = max((end for _, end in layout), default=0)
     except OSError as error:
         raise InputError(f"{path}: could not read it ({error.strerror}).") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: not a safetensors file, its header cannot be read; fetch the file again.") from None
-    if 8 + length + end > size:
-        message = (
-            f"{path}: truncated, the header describes {8 + length + end} bytes and the file has {size}; fetch it again."
-        )
-        raise InputError(message)
+    if end > size:
+        raise InputError(f"{path}: truncated, its header describes {end} bytes and it has {size}; fetch it again.")
     return header
 
 

@@ -29,6 +29,8 @@ def read_source(source: Any, revision: str | None, norm: families.NormRule | Non
     Raises:
         InputError: If there is no head to read; says what was expected and the mend.
     """
+    if revision is not None and (not isinstance(source, str) or Path(source).exists()):
+        raise InputError(f"`revision` is for hub ids, got {revision!r} with what is here already; leave it out.")
     if isinstance(source, nn.Module):
         parts, name = load_module(source, norm), type(source).__name__
     elif isinstance(source, str | Path):
@@ -79,6 +81,8 @@ def _read_file(path: Path, norm: families.NormRule | None) -> Parts:
 def _read_folder(folder: Path, norm: families.NormRule | None) -> Parts:
     config = folder / "config.json"
     if config.is_file() and KEY in (content := read_json(config)):
+        if norm is not None:
+            raise InputError(f"`norm={norm}`: {folder} is a saved head with its norm in it; leave the option out.")
         return load_saved(folder, content)
     if (folder / INDEX).is_file():
         return _read_checkpoint(folder, Checkpoint.of_index(folder / INDEX, folder.joinpath), norm)

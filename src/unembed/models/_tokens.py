@@ -10,7 +10,7 @@ from typing import Any
 from unembed.models._config import read_json
 from unembed.results import InputError
 
-_LARGEST_ID = 1 << 24  # an id in a file makes a list of that length; no vocabulary comes near
+_LARGEST_ID = 1 << 22  # an id in a file makes a list of that length; no vocabulary comes near
 _UNUSED = 5  # sentencepiece's and GGUF's type of a piece that is never produced
 FILES = ("tokenizer.json", "vocab.json", "added_tokens.json", "tokenizer.model")
 

@@ -101,7 +101,9 @@ class Unembedding:
         weight, tokens = parts.weight, parts.tokens
         rows = weight.shape[0]
         scan = checks.Scan.of(weight)
-        found = [checks.require(check) for check in checks.check_values(scan, parts.bias, parts.norm, parts.where)]
+        found = [
+            checks.require(check) for check in checks.check_values(scan, weight, parts.bias, parts.norm, parts.where)
+        ]
         size = None if tokens is None else len(tokens.strings)
         holes = () if tokens is None else tokens.holes
         real = rows if size is None else min(size, rows)

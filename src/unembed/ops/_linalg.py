@@ -1,8 +1,8 @@
 r"""Singular values and column space of a tall matrix, with and without its row mean, in D x D memory.
 
 With `mean` the mean row and `W_c = W - 1 mean^T = U S R^T`, the whole of `W` is
-`[U, 1/sqrt(V)] [S R^T; sqrt(V) mean^T]`, because `U` is orthogonal to `1`. So one pass over `W_c` gives both spectra and
-both column spaces, exactly.
+`[U, 1/sqrt(V)] [S R^T; sqrt(V) mean^T]`, because `U` is orthogonal to `1`. So one pass over `W_c` gives both spectra
+and both column spaces, exactly.
 
 Shapes: V rows (vocabulary), D columns, r numerical rank of `W_c`.
 """

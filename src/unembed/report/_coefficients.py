@@ -23,32 +23,39 @@ def figures(result: Result, record: Record) -> list[Figure]:
 
 def _profile(table: Table, kinds: list[str]) -> Figure:
     columns = table.columns
-    rank = np.sqrt(columns["rank_from"] * columns["rank_to"])
     spread = np.median([columns[f"{kind}_sd"] for kind in kinds])
     unit = 10.0 ** math.floor(math.log10(spread)) if spread > 0 else 1e-3
     traces: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {"hovermode": "closest", "annotations": []}
+    layout: dict[str, Any] = {"hovermode": "closest", "legend": {"traceorder": "normal"}}
     for panel, kind in enumerate(kinds):
         style, name = _KINDS[kind]
-        bottom, top = (len(kinds) - 1 - panel) / len(kinds), (len(kinds) - panel) / len(kinds)
+        share = (1 - 0.08 * (len(kinds) - 1)) / len(kinds)
+        bottom = (len(kinds) - 1 - panel) * (share + 0.08)
         key = "y" if panel == 0 else f"y{panel + 1}"
         shared = {"xaxis": "x", "yaxis": key}
-        traces += _band("full", "full, before the head", rank, columns, "full", unit, shared | {"showlegend": panel == 0})
-        traces += _band(style, name, rank, columns, kind, unit, shared)
+        before = shared | {"showlegend": panel == 0}
+        traces += _band(columns, "full", "full", "full, before the head", unit=unit, shared=before)
+        traces += _band(columns, kind, style, name, unit=unit, shared=shared)
         ends = _reach(columns, kinds)
         layout[f"yaxis{key[1:]}"] = axis(
-            "coefficient", domain=[bottom + (0.06 if panel < len(kinds) - 1 else 0), top], **_symlog_ticks(ends, unit)
+            "coefficient", domain=plain([bottom, bottom + share]), **_symlog_ticks(ends, unit)
         )
     layout["xaxis"] = axis(
-        "rank of the coefficient, 1 is the largest of its token", rank, type="log", anchor=f"y{len(kinds)}" if len(kinds) > 1 else "y"
+        "rank of the coefficient, largest first",
+        columns["rank_to"],
+        type="log",
+        range=plain([-0.12, math.log10(_middle(columns)[-1]) + 0.05]),
+        anchor=f"y{len(kinds)}" if len(kinds) > 1 else "y",
     )
     return Figure(
         "Coefficients by rank: mean and one standard deviation",
-        "Lines are means over the sampled tokens, bands one standard deviation to each side. The vertical axis is linear "
-        f"within ±{number(unit)} and logarithmic beyond. The full gradient starts with the target (near −1) and goes on "
-        "with its rivals (positive). Look for how much of that order is left after the head. Null: after a random "
-        "subspace the means shrink to r / V of their size and an even spread lies over all ranks.",
-        f"Line chart with bands. The first full coefficient is {number(columns['full_mean'][0])} on average; kept, it is "
+        "Lines and the points at rank 1 are means over the sampled tokens, bands and bars one standard "
+        f"deviation to each side. The vertical axis is linear within ±{unit:g} and logarithmic beyond. The "
+        "full gradient starts with the target (near −1) and goes on with its rivals (positive). Look for how "
+        "much of that order is left after the head. Null: after a random subspace the means shrink to r / V "
+        "of their size and an even spread lies over all ranks.",
+        f"Line chart with bands. The first full coefficient is {number(columns['full_mean'][0])} on average; "
+        "kept, it is "
         + " and ".join(f"{number(columns[f'{kind}_mean'][0])} ({_KINDS[kind][1]})" for kind in kinds)
         + ".",
         traces,
@@ -58,21 +65,34 @@ def _profile(table: Table, kinds: list[str]) -> Figure:
     )
 
 
-def _band(style: str, name: str, x: np.ndarray, columns: dict, kind: str, unit: float, shared: dict) -> list[dict]:
-    mean, sd = columns[f"{kind}_mean"], columns[f"{kind}_sd"]
-    edge = {"mode": "lines", "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
-    none = {"color": STYLES[style]["colour"], "width": 0}
-    lower = line(name, style, x, symlog(mean - sd, unit)) | shared | edge | {"line": none}
-    upper = line(name, style, x, symlog(mean + sd, unit)) | shared | edge | {"line": none}
-    upper |= {"fill": "tonexty", "fillcolor": f"{STYLES[style]['colour']}/0.2"}
-    centre = line(name, style, x, symlog(mean, unit)) | {"mode": "lines"} | shared
+def _band(
+    columns: dict[str, np.ndarray], kind: str, style: str, name: str, *, unit: float, shared: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Mean and spread: rank 1, mostly the target and of the other sign, as a point; the ranks after it as a band."""
+    mean, sd, look = columns[f"{kind}_mean"], columns[f"{kind}_sd"], STYLES[style]
+    x = _middle(columns)
+    low, middle, high = (symlog(part, unit) for part in (mean - sd, mean, mean + sd))
     first, last = columns["rank_from"], columns["rank_to"]
-    centre["customdata"] = [
+    said = [
         [number(a) if a == b else f"{number(a)}–{number(b)}", number(m), number(s)]
         for a, b, m, s in zip(first, last, mean, sd, strict=True)
     ]
-    centre["hovertemplate"] = "rank %{customdata[0]}: %{customdata[1]} ± %{customdata[2]}"
-    return [lower, upper, centre]
+    hover = {"hovertemplate": "rank %{customdata[0]}: %{customdata[1]} ± %{customdata[2]}"}
+    silent = {"mode": "lines", "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
+    silent["line"] = {"color": look["colour"], "width": 0}
+    errors = {"symmetric": False, "array": plain(high[:1] - middle[:1]), "arrayminus": plain(middle[:1] - low[:1])}
+    point = line(name, style, x[:1], middle[:1]) | {"mode": "markers", "customdata": said[:1]} | hover | shared
+    point |= {"showlegend": False, "error_y": {"type": "data", "color": look["colour"], "thickness": 2, **errors}}
+    centre = line(name, style, x[1:], middle[1:]) | {"mode": "lines", "customdata": said[1:]} | hover | shared
+    below = line(name, style, x[1:], low[1:]) | shared | silent
+    above = line(name, style, x[1:], high[1:]) | shared | silent
+    above |= {"fill": "tonexty", "fillcolor": f"{look['colour']}/0.2"}
+    return [below, above, centre, point]
+
+
+def _middle(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Where a group of ranks is drawn: the geometric middle of its ends."""
+    return np.sqrt(columns["rank_from"].astype(float) * columns["rank_to"])
 
 
 def symlog(values: np.ndarray, unit: float) -> np.ndarray:
@@ -116,15 +136,15 @@ def _energy(table: Table, kinds: list[str], record: Record) -> Figure:
         expected = random_share(columns["full_energy"], last - columns["rank_from"] + 1, rank, int(last[-1]))
         drawn = line("null: random subspace", "null", last, np.cumsum(expected)) | {"mode": "lines"}
         traces.append(drawn)
-        null = f" Null, dotted: what a random subspace of rank {number(rank)} would keep of this same gradient, in expectation."
+        null = f" Null, dotted: the same gradient through a random subspace of rank {number(rank)}, in expectation."
     tops = [f"{_KINDS[kind][1]} {number(float(columns[f'{kind}_energy'][0]))}" for kind in kinds]
     return Figure(
         "Energy in the largest coefficients",
-        "The share of the squared norm in the first coefficients, ranked by the full gradient. Before the head nearly all "
-        "lies in a few; after it most is spread over tokens that were hardly predicted. Look for a kept curve above the "
-        f"null: a head that favours the coefficients that matter.{null}",
-        f"Line chart. The first coefficient carries {number(float(columns['full_energy'][0]))} of the full energy; after the "
-        f"head: {', '.join(tops)}.",
+        "The share of the squared norm in the first coefficients, ranked by the full gradient. Before the "
+        "head nearly all lies in a few; after it most is spread over tokens that were hardly predicted. Look "
+        f"for a kept curve above the null: a head that favours the coefficients that matter.{null}",
+        f"Line chart. The first coefficient carries {number(float(columns['full_energy'][0]))} of the full "
+        f"energy; after the head: {', '.join(tops)}.",
         traces,
         {
             "xaxis": axis("coefficients taken, largest first", last, type="log"),
@@ -147,8 +167,8 @@ def _rank(record: Record) -> int | None:
 def random_share(full: np.ndarray, widths: np.ndarray, rank: int, vocab: int) -> np.ndarray:
     r"""Expected share of the kept energy by group of coordinates, for a random subspace.
 
-    For a projector $\Pi$ on a random r-dimensional subspace and a unit vector g, $E (\Pi g)_i^2 = b + (a - b) g_i^2$ with
-    $a = E \Pi_{11}^2 = r (r + 2) / (V (V + 2))$ and $b = E \Pi_{12}^2 = r (V - r) / (V (V - 1) (V + 2))$.
+    For a projector $\Pi$ on a random r-dimensional subspace and a unit vector g, $E (\Pi g)_i^2 = b + (a - b) g_i^2$
+    with $a = E \Pi_{11}^2 = r (r + 2) / (V (V + 2))$ and $b = E \Pi_{12}^2 = r (V - r) / (V (V - 1) (V + 2))$.
 
     Args:
         full: Share of the full energy in each group.

@@ -21,7 +21,7 @@ STYLES: dict[str, dict[str, str]] = {
     "centred": {"colour": "@centred", "dash": "7px,3px", "symbol": "diamond"},
     "full": {"colour": "@full", "dash": "solid", "symbol": "square"},
     "null": {"colour": "@null", "dash": "2px,3px", "symbol": "line-ns"},
-    "limit": {"colour": "@null", "dash": "10px,3px,2px,3px", "symbol": "line-ns"},
+    "limit": {"colour": "@ink", "dash": "9px,3px,2px,3px", "symbol": "line-ns"},
 }
 
 
@@ -37,7 +37,7 @@ class Figure:
         layout: Plotly layout, on top of the page's own.
         tables: Names of the tables that hold its data.
         height: Pixels.
-        log_toggle: Axes (`xaxis`) with a button that switches between linear and logarithmic.
+        log_toggle: Axes (`xaxis`) with a button for a logarithmic scale, and what it changes there.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Figure:
     layout: dict[str, Any]
     tables: tuple[str, ...]
     height: int = 340
-    log_toggle: tuple[str, ...] = field(default=())
+    log_toggle: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def plain(values: Sequence[float] | np.ndarray) -> list[float | int | None]:
@@ -106,18 +106,30 @@ def bars(name: str, style: str, low: np.ndarray, high: np.ndarray, height: np.nd
         "x": plain((low + high) / 2),
         "width": plain(high - low),
         "y": plain(height),
-        "customdata": [[number(float(a)), number(float(b)), number(c)] for a, b, c in zip(low, high, height, strict=True)],
-        "marker": {"color": f"{STYLES[style]['colour']}/0.75", "line": {"color": "@paper", "width": 1}},
+        "customdata": [
+            [number(float(a)), number(float(b)), number(c)] for a, b, c in zip(low, high, height, strict=True)
+        ],
+        "marker": {"color": f"{STYLES[style]['colour']}/0.75", "line": {"color": "@paper", "width": 0.5}},
         "hovertemplate": "%{customdata[0]} to %{customdata[1]}: %{customdata[2]}",
     }
 
 
 def axis(title: str, values: Sequence[float] | np.ndarray | None = None, **more: Any) -> dict[str, Any]:
-    """An axis; a logarithmic one over two decades or more has its labels at powers of ten."""
+    """An axis; `values` are what it shows, which decides the labels of a logarithmic one."""
     spec: dict[str, Any] = {"title": {"text": title}} | more
-    if values is not None and spec.get("type") == "log":
-        seen = np.asarray(values, dtype=float)
-        seen = seen[np.isfinite(seen) & (seen > 0)]
-        if len(seen) and seen.max() / seen.min() >= 100:
-            spec["dtick"] = max(1, math.ceil(math.log10(seen.max() / seen.min()) / 7))
-    return spec
+    return spec | log_labels(values) if spec.get("type") == "log" and values is not None else spec
+
+
+def log_labels(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
+    """Type and labels of a logarithmic axis: 1, 2, 5 over a few decades, powers of ten over many."""
+    seen = np.asarray(values, dtype=float).ravel()
+    seen = seen[np.isfinite(seen) & (seen > 0)]
+    decades = math.log10(seen.max() / seen.min()) if len(seen) else 0.0
+    if decades < 2:
+        return {"type": "log", "dtick": "D2", "tickformat": ",~g"}
+    return {"type": "log", "dtick": max(1, math.ceil(decades / 7))}
+
+
+def toggled(name: str, values: Sequence[float] | np.ndarray) -> dict[str, dict[str, Any]]:
+    """The `log_toggle` of a figure with one button, on the axis `name` that shows `values`."""
+    return {name: log_labels(values)}

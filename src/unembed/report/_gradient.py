@@ -22,22 +22,32 @@ def _kept(result: Result) -> Figure:
     values = result.values or {}
     found = {name: values[name] for name in ("raw", "centred") if values.get(name)}
     said = [_sentence(name, numbers) for name, numbers in found.items()]
-    lone = "" if len(found) > 1 else f" Only the {_NAMES[next(iter(found))]} convention applies to this head." if found else ""
+    lone = f" Only the {_NAMES[next(iter(found))]} convention applies to this head." if len(found) == 1 else ""
     return Figure(
         "Kept share of the gradient against its null",
-        "The dot is what the head keeps of the norm of the logit gradient, with the 95 % interval over documents; the "
-        "upright bar is the null, what a random subspace of the same rank keeps. To the right of the bar the head passes "
-        f"more than a random one, to the left less.{lone}",
+        "The dot is what the head keeps of the norm of the logit gradient, with the 95 % interval over "
+        "documents; the upright bar is the null, what a random subspace of the same rank keeps. To the right "
+        f"of the bar the head passes more than a random one, to the left less.{lone} The numbers are in the "
+        "last table of this section.",
         "Dot and interval chart. " + " ".join(said),
-        [trace for name, numbers in found.items() for trace in _dot(name, numbers)],
+        [trace for place, name in enumerate(found) for trace in _dot(name, found[name], place == 0)],
         {
-            "xaxis": axis("kept share of the norm, ‖GΠ‖ / ‖G‖"),
-            "yaxis": axis("", type="category", range=[-0.6, len(found) - 0.4], showgrid=False, autorange=False),
+            "xaxis": axis("kept share of the norm, ‖GΠ‖ / ‖G‖", range=_around(found)),
+            "yaxis": axis("", type="category", range=[len(found) - 0.5, -0.7], showgrid=False),
             "hovermode": "closest",
         },
         (),
-        height=140 + 60 * len(found),
+        height=130 + 60 * len(found),
     )
+
+
+def _around(found: dict[str, dict[str, Any]]) -> list[float | int | None]:
+    """Range that shows nulls, dots and intervals, with room for the words above the dots."""
+    places = [n[key] for n in found.values() for key in ("kept", "kept_null")]
+    places += [end * n["kept_null"] for n in found.values() for end in n.get("ratio_ci95") or []]
+    low, high = min(places, default=0.0), max(places, default=1.0)
+    margin = 0.15 * ((high - low) or 0.1)
+    return plain([low - margin, high + margin])
 
 
 def _sentence(name: str, numbers: dict[str, Any]) -> str:
@@ -48,7 +58,7 @@ def _sentence(name: str, numbers: dict[str, Any]) -> str:
     )
 
 
-def _dot(name: str, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+def _dot(name: str, numbers: dict[str, Any], first: bool) -> list[dict[str, Any]]:
     look, kept, null = STYLES[name], numbers["kept"], numbers["kept_null"]
     ends = [end * null for end in numbers.get("ratio_ci95") or []]
     errors = {"array": plain([ends[1] - kept]), "arrayminus": plain([kept - ends[0]])} if ends else {"array": [0]}
@@ -62,19 +72,27 @@ def _dot(name: str, numbers: dict[str, Any]) -> list[dict[str, Any]]:
             "y": [_NAMES[name]],
             "marker": {"color": "@null", "symbol": "line-ns", "size": 34, "line": {"color": "@null", "width": 3}},
             "legendgroup": "null",
-            "showlegend": name == "raw",
+            "showlegend": first,
             "hovertemplate": f"null {number(null)}",
         },
         {
             "type": "scatter",
             "name": f"{_NAMES[name]}, kept",
             "mode": "markers+text",
+            "showlegend": False,
             "x": plain([kept]),
             "y": [_NAMES[name]],
             "text": [ratio],
             "textposition": "top center",
             "cliponaxis": False,
-            "error_x": {"type": "data", "symmetric": False, "thickness": 2, "width": 7, "color": look["colour"], **errors},
+            "error_x": {
+                "type": "data",
+                "symmetric": False,
+                "thickness": 2,
+                "width": 7,
+                "color": look["colour"],
+                **errors,
+            },
             "marker": {"color": look["colour"], "symbol": look["symbol"], "size": 11},
             "hovertemplate": f"kept {number(kept)}"
             + (f"<br>95 % interval {span(ends)}" if ends else "<br>no interval: too few documents"),
@@ -96,7 +114,8 @@ def _bands(result: Result) -> Figure:
         "x": names,
         "y": plain(ratio),
         "customdata": [
-            [number(r), number(lo), number(hi), number(n)] for r, lo, hi, n in zip(ratio, below, above, tokens, strict=True)
+            [number(r), number(lo), number(hi), number(n)]
+            for r, lo, hi, n in zip(ratio, below, above, tokens, strict=True)
         ],
         "error_y": {
             "type": "data",
@@ -121,10 +140,10 @@ def _bands(result: Result) -> Figure:
     }
     return Figure(
         "Kept over null, by how often the target occurs in the measured text",
-        "Each point pools the predictions whose target occurs that often, with a 95 % interval that takes tokens as "
-        "independent. Null: 1, the dotted line. Look for a slope: a head that passes more for frequent targets than for "
-        "rare ones. Open squares are what an error on the target alone would keep, from the length of its row in the "
-        "column space.",
+        "Each point pools the predictions whose target occurs that often, with a 95 % interval that takes "
+        "tokens as independent. Null: 1, the dotted line. Look for a slope: a head that passes more for "
+        "frequent targets than for rare ones. Open squares are what an error on the target alone would keep, "
+        "from the length of its row in the column space.",
         "Dot and interval chart. "
         + "; ".join(f"{name} occurrences: {number(r)}" for name, r in zip(names, ratio, strict=True))
         + ".",

@@ -25,14 +25,15 @@ def _entropy(result: Result) -> Figure:
             traces.append(reference(f"{name} {number(place)}", [place, place], [0, tallest], style))
     return Figure(
         "Entropy of the predictions",
-        f"Left is sure, right is undecided. Null: the uniform distribution, log V = {number(uniform)} nats. Compare the mean "
-        f"entropy {number(mean)} with the loss {number(loss)}: a loss well above it says that the model is surer than it is "
-        "right on this text, a loss well below it the reverse.",
-        f"Histogram of {number(int(tokens.sum()))} predictions; mean entropy {number(mean)} of at most {number(uniform)} nats.",
+        f"Left is sure, right is undecided. Null: the uniform distribution, log V = {number(uniform)} nats. "
+        f"Compare the mean entropy {number(mean)} with the loss {number(loss)}: a loss well above it says that "
+        "the model is surer than it is right on this text, a loss well below it the reverse.",
+        f"Histogram of {number(int(tokens.sum()))} predictions; mean entropy {number(mean)} of at most "
+        f"{number(uniform)} nats.",
         traces,
         {
             "xaxis": axis("entropy of the prediction (nats)"),
-            "yaxis": axis("predictions in the bin"),
+            "yaxis": axis("predictions in the bin", rangemode="tozero"),
             "bargap": 0,
             "hovermode": "closest",
         },
@@ -57,15 +58,16 @@ def _norms(result: Result) -> Figure:
         x = {key: value for key, value in x.items() if value is not None}
     return Figure(
         "Norms of the hidden states",
-        f"Hidden states as the head sees them, after the final norm: mean {number(mean)}, standard deviation {number(sd)}. "
-        "With the same direction, a longer state makes a surer prediction. Null: an RMSNorm with equal gains gives every "
-        "state the norm √D times the gain. Look for a tail: states that the norm's gains treat differently.",
+        f"Hidden states as the head sees them, after the final norm: mean {number(mean)}, standard deviation "
+        f"{number(sd)}. With the same direction, a longer state makes a surer prediction. Null: an RMSNorm "
+        "with equal gains gives every state the norm √D times the gain. Look for a tail: states that the "
+        "norm's gains treat differently.",
         f"Histogram of {number(int(tokens.sum()))} hidden states with norms from {number(float(low[0]))} to "
         f"{number(float(high[-1]))}.",
         traces,
         {
             "xaxis": axis("norm of the hidden state", **x),
-            "yaxis": axis("predictions in the bin"),
+            "yaxis": axis("predictions in the bin", rangemode="tozero"),
             "bargap": 0,
             "hovermode": "closest",
         },

@@ -14,7 +14,7 @@ _NARROW = "\N{NARROW NO-BREAK SPACE}"
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, bidi marks and lone surrogates as visible escapes, so that it encodes to UTF-8."""
+    """`text` with control characters, bidi marks and lone surrogates as visible escapes; encodes to UTF-8."""
     return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
 
 
@@ -27,18 +27,18 @@ def _shown(character: str) -> str:
 
 def number(value: Any) -> str:
     """Four significant digits, commas between thousands, `1.234 × 10⁻⁵` where zeros would pile up."""
-    if value is None:
-        return NONE
     if hasattr(value, "item"):
         value = value.item()
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return NONE
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}".replace("-", "−")
-    if not isinstance(value, float):
-        return printable(str(value))
-    if not math.isfinite(value):
-        return NONE
+    return _decimal(value) if isinstance(value, float) else printable(str(value))
+
+
+def _decimal(value: float) -> str:
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.3e}".split("e")

@@ -44,6 +44,7 @@ class Stage:
 
     def __init__(self, place: Path) -> None:
         self.place = place
+        self.names: list[str] = []
         self.dropped: list[str] = []
 
     def text(self, name: str, content: str) -> None:
@@ -60,6 +61,7 @@ class Stage:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        self.names.append(name)
 
     def drop(self, names: Iterable[str]) -> None:
         """Remove these files when the staged ones take their places."""
@@ -73,23 +75,25 @@ def replace_together(folder: Path) -> Iterator[Stage]:
     A full disk or an interrupt while writing leaves `folder` as it was; one that did not exist is not left behind.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=folder, prefix=".unembed-"))
+    place: Path | None = None
     done = False
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(dir=folder, prefix=".unembed-"))
         stage = Stage(place)
         yield stage
-        for path in sorted(place.rglob("*")):
-            target = folder / path.relative_to(place)
-            if path.is_dir():
-                target.mkdir(exist_ok=True)
-            else:
-                path.replace(target)
+        for name in stage.names:  # what stands in the way is met before anything moves
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if (folder / name).is_dir():
+                raise IsADirectoryError(f"{folder / name} is a folder, a file is to be written there.")
+        for name in stage.names:
+            (place / name).replace(folder / name)
         for name in stage.dropped:
             (folder / name).unlink(missing_ok=True)
         done = True
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
         if not done:
             with contextlib.suppress(OSError):  # not empty: not ours to remove
                 for path in missing:

@@ -149,7 +149,7 @@ def _tables_before(folder: Path) -> list[str]:
         names = json.loads((folder / "audit.json").read_text(encoding="utf-8"))["tables"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [name for name in names if name == safe_name(name)]
+    return [name for name in names if name == safe_name(name)] if isinstance(names, dict) else []
 
 
 def safe_name(name: str) -> str:

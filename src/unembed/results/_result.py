@@ -70,6 +70,9 @@ class Table:
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"Table `{self.name}`: columns must have one length, got {lengths}.")
+        objects = [name for name, column in self.columns.items() if column.dtype == object]
+        if objects:
+            raise ValueError(f"Table `{self.name}`: columns must hold numbers or strings, {objects} hold objects.")
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -93,7 +96,7 @@ class Result:
         title: Heading for a person: "Gradient through the head".
         values: The numbers under `results[name]`, JSON types only; None where `reason` says why there are none.
         tables: The data behind its figures.
-        findings: Statements drawn from the numbers.
+        findings: Statements drawn from the numbers; kept with the gravest first, as they are read back.
         reason: Why the measurement does not apply to this head; empty when it does.
     """
 
@@ -104,6 +107,11 @@ class Result:
     tables: tuple[Table, ...] = ()
     findings: tuple[Finding, ...] = ()
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        assert all(finding.code == self.code for finding in self.findings), "a record finds a finding by its code"
+        graver_first = sorted(self.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
+        object.__setattr__(self, "findings", tuple(graver_first))
 
     def table(self, name: str) -> Table:
         """The table called `name`.

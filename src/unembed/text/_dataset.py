@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unembed.results import InputError
-from unembed.text._source import Document, Source, one_line
+from unembed.text._source import Document, Source, one_line, quiet_loggers
 
+_LOGGERS = ("datasets", "huggingface_hub", "fsspec", "httpx")
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 
 
@@ -46,7 +47,8 @@ class _Dataset:
         number = 0
         while True:
             try:
-                row = next(rows)
+                with quiet_loggers(*_LOGGERS):
+                    row = next(rows)
             except StopIteration:
                 break
             except Exception as error:  # what a hub or a builder raises here is not one family
@@ -78,19 +80,22 @@ def _open_dataset(name: str, config: str | None, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise ImportError('`read_dataset` needs datasets: pip install "unembed[hf]"') from error
-    path = Path(name)
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(str(path))
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-        if path.is_file():
-            if path.suffix not in _BUILDERS:
-                raise InputError(f"{path}: expected one of {sorted(_BUILDERS)}, got {path.suffix!r}.")
-            return datasets.load_dataset(
-                _BUILDERS[path.suffix], data_files={split: str(path)}, split=split, streaming=True
-            )
-        return datasets.load_dataset(name, config, split=split, streaming=True)
+        with quiet_loggers(*_LOGGERS):
+            return _load(datasets, name, config, split)
     except InputError:
         raise
     except Exception as error:  # a wrong name, configuration or split, no network, a broken file: no common family
         raise InputError(f"Dataset {name}: cannot be opened ({one_line(error)}).") from error
+
+
+def _load(datasets: Any, name: str, config: str | None, split: str) -> Any:
+    path = Path(name).expanduser()
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        saved = datasets.load_from_disk(str(path))
+        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+    if path.is_file():
+        if path.suffix not in _BUILDERS:
+            raise InputError(f"{path}: expected one of {sorted(_BUILDERS)}, got {path.suffix!r}.")
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files={split: str(path)}, split=split, streaming=True)
+    return datasets.load_dataset(str(path) if path.is_dir() else name, config, split=split, streaming=True)

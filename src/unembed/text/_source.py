@@ -6,6 +6,8 @@ and may be shuffled; the others are streams, read again from the start at each p
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,7 +39,22 @@ class Source(Protocol):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first line that a third party's error says something in, cut to `limit` characters."""
+    """The first line in which an error says something: whole sentences, at most `limit` characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    if len(text) > limit:
+        text = text[:limit].rsplit(". ", 1)[0] if ". " in text[:limit] else text[: limit - 1] + "…"
+    return text.removesuffix(".")
+
+
+@contextlib.contextmanager
+def quiet_loggers(*names: str) -> Iterator[None]:
+    """No log lines from the loggers called `names`; their levels are as before afterwards."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

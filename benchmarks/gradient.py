@@ -1,0 +1,114 @@
+"""The destroyed fraction: ours, the published way (a V x V basis), and one pass of computing the scores.
+
+`python benchmarks/gradient.py` writes the section `gradient` of RESULTS.md. Inputs are random: the time does not depend
+on the values. Every run of ours starts from the weights, so the spectrum and the basis are paid for each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from _bench import in_turns, machine, median_ratio, peak_megabytes, write_section
+from unembed.diagnostics import Gradient, LinearHead
+
+WIDTH = 512
+CHUNK = 1 << 25  # scores alive at once, the same for all
+
+
+def inputs(vocab: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, hidden states and targets."""
+    torch.manual_seed(0)
+    return torch.randn(vocab, WIDTH) * 0.05, torch.randn(tokens, WIDTH) * 2, torch.randint(0, vocab, (tokens,))
+
+
+def scores_pass(vocab: int, tokens: int) -> Callable[[], float]:
+    """Scores of all tokens, a chunk alive at a time."""
+    weight, hidden, _ = inputs(vocab, tokens)
+
+    def run() -> float:
+        return sum(float((part @ weight.T)[0, 0]) for part in hidden.split(max(1, CHUNK // vocab)))
+
+    return run
+
+
+def ours(vocab: int, tokens: int) -> Callable[[], float]:
+    """`Gradient`, both conventions, from the weights on."""
+    weight, hidden, targets = inputs(vocab, tokens)
+
+    def run() -> float:
+        gradient = Gradient(LinearHead(weight))
+        gradient.update(hidden, targets)
+        return gradient.result().values["raw"]["destroyed"]
+
+    return run
+
+
+def published(vocab: int, tokens: int) -> Callable[[], float]:
+    """Eq. 10 by its text: a full QR, the last V - D columns as a basis of the kernel, one convention.
+
+    The tokens go through in chunks like ours; the published text does not say.
+    """
+    weight, hidden, targets = inputs(vocab, tokens)
+
+    def run() -> float:
+        kernel = torch.linalg.qr(weight, mode="complete").Q[:, WIDTH:]
+        lost = total = 0.0
+        rows = max(1, CHUNK // vocab)
+        for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+            gradient = torch.softmax(part @ weight.T, -1)
+            gradient[torch.arange(len(target)), target] -= 1
+            lost += float((gradient @ kernel).double().square().sum())
+            total += float(gradient.double().square().sum())
+        return (lost / total) ** 0.5
+
+    return run
+
+
+def row(vocab: int, tokens: int, rounds: int, *, with_published: bool) -> str:
+    """One line of the table."""
+    makers = {"scores": scores_pass, "ours": ours} | ({"published": published} if with_published else {})
+    runs = {name: maker(vocab, tokens) for name, maker in makers.items()}
+    if with_published:
+        assert abs(runs["ours"]() - runs["published"]()) < 1e-4
+    times = in_turns(runs, rounds=rounds)
+    peaks = {name: peak_megabytes(maker, vocab, tokens) for name, maker in makers.items()}
+    cells = [f"{vocab:,}", f"{tokens:,}", f"{statistics.median(times['scores']):.2f}"]
+    for name in ("ours", "published"):
+        if name in times:
+            seconds, ratio = statistics.median(times[name]), median_ratio(times, name, "scores")
+            cells.append(f"{seconds:.2f} s, {ratio:.2f} x, {peaks[name]:.0f} MB")
+        else:
+            cells.append(f"does not fit: the basis alone is {vocab**2 * 4 / 1e9:.0f} GB")
+    cells.insert(3, f"{peaks['scores']:.0f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run all sizes and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    sizes = [(4096, True), (16384, True), (50304, False), (262144, False)]
+    rows = [row(vocab, options.tokens, options.rounds, with_published=fits) for vocab, fits in sizes]
+    lines = [
+        "## The destroyed fraction of the gradient",
+        "",
+        f"`python benchmarks/gradient.py`, D = {WIDTH}, float32; {machine()}.",
+        f"Medians of {options.rounds} rounds in turns in one process; `x` is the median ratio to the scores pass of the same",
+        "round; memory is what the run adds to its inputs, in a fresh process.",
+        "",
+        "| V | tokens | scores pass, s | its memory, MB | ours (both conventions) | published way (one convention) |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+    write_section("gradient", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

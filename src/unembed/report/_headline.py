@@ -1,0 +1,122 @@
+"""The row of key numbers, each with its null, bound, tolerance or interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from unembed.report._words import count, number, percent, span
+from unembed.results import Record
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key number: what it is, the number, its unit, and what to hold it against."""
+
+    name: str
+    value: str
+    unit: str
+    against: str
+    link: str
+
+
+def keys(record: Record) -> list[Key]:
+    """The key numbers of the measurements that were made."""
+    makers = {
+        "gradient": _gradient,
+        "logprob_rank": _rank,
+        "saturation": _predictions,
+        "spectrum": _spectrum,
+    }
+    found: list[Key] = []
+    for name, maker in makers.items():
+        result = record.results.get(name)
+        if result is not None and result.values:
+            found += maker(result.values, record.head)
+    return [*found, *_padding(record)]
+
+
+def _gradient(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
+    name = "raw" if values.get("centred") is None else "centred"
+    numbers = values.get(name) or {}
+    kept, null, ends = numbers.get("kept"), numbers.get("kept_null"), numbers.get("ratio_ci95")
+    interval = f"95 % interval {span(ends)}" if ends else "no interval: too few documents"
+    convention = "raw" if name == "raw" else "row-centred"
+    random_head = None if null is None else math.sqrt(max(0.0, 1 - null**2))
+    return [
+        Key(
+            "Gradient kept over its null",
+            number(numbers.get("ratio")),
+            "×",
+            f"1 is a random subspace. {interval}. Kept {number(kept)} of the norm, null {number(null)}, {convention} "
+            f"rank {number(numbers.get('rank'))}",
+            "gradient",
+        ),
+        Key(
+            "Gradient norm destroyed",
+            percent(numbers.get("destroyed")),
+            "",
+            f"A random head of the same rank: {percent(random_head)}. Compression measured",
+            "gradient",
+        ),
+    ]
+
+
+def _rank(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
+    bound = values.get("bound")
+    limit = f"{number(bound)} is the bound" if bound is not None else "No bound under a soft-cap; this is a lower bound"
+    return [
+        Key(
+            "Rank of log P",
+            number(values.get("rank")),
+            f"of {number(bound)}" if bound is not None else "",
+            f"{limit}. {count(values.get('tokens') or 0, 'context')}, tolerance {number(values.get('tolerance'))}",
+            "logprob_rank",
+        )
+    ]
+
+
+def _predictions(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
+    loss, entropy = values.get("loss") or {}, values.get("entropy") or {}
+    uniform = number(values.get("entropy_uniform"))
+    bytes_ = values.get("bits_per_byte")
+    bits = bytes_.get("mean") if isinstance(bytes_, dict) else bytes_
+    more = f". {number(bits)} bits a byte" if bits is not None else ""
+    return [
+        Key(
+            "Loss", number(loss.get("mean")), "nats", f"{_interval(loss)}. Uniform guess {uniform}{more}", "saturation"
+        ),
+        Key("Entropy", number(entropy.get("mean")), "nats", f"{_interval(entropy)}. Uniform {uniform}", "saturation"),
+    ]
+
+
+def _interval(numbers: dict[str, Any]) -> str:
+    ends = numbers.get("ci95")
+    return f"95 % interval {span(ends)}" if ends else "No interval: too few documents"
+
+
+def _spectrum(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
+    width = head.get("in_features")
+    centred = (values.get("centred") or {}).get("rank")
+    return [
+        Key(
+            "Rank of W",
+            number(values.get("rank")),
+            f"of {number(width)}" if width is not None else "",
+            f"Row-centred {number(centred)}. Tolerance {number(values.get('tolerance'))}",
+            "spectrum",
+        )
+    ]
+
+
+def _padding(record: Record) -> list[Key]:
+    padding = record.head.get("padding_rows")
+    if padding is None:
+        return []
+    rows, tokens = record.head.get("vocab_rows"), record.head.get("vocab_tokens")
+    saturation = record.results.get("saturation")
+    probability = ((saturation.values if saturation else None) or {}).get("padding_probability")
+    drawn = f". They draw {number(probability)} of the probability" if probability is not None else ""
+    sizes = f"{number(rows)} rows, {number(tokens)} ids" if tokens is not None else f"{number(rows)} rows, no tokenizer"
+    return [Key("Padding rows", number(padding), "", f"{sizes}{drawn}", "integrity")]

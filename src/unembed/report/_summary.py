@@ -1,0 +1,92 @@
+"""The first words of the report: what was audited, and the facts about model, head and run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from unembed.report._labels import label
+from unembed.report._values import cell
+from unembed.report._words import count, number
+from unembed.results import Check, Record
+
+STATUSES = {"failed": "Failed", "warning": "Warning", "skipped": "Skipped", "note": "Note", "ok": "Passed"}
+_AS_WRITTEN = {"seed", "started"}
+_ITEMS_SHOWN = 20
+
+
+def title(record: Record) -> str:
+    """The model's name; of a path its last part, the whole is in the provenance."""
+    name = str(record.model.get("source") or record.model.get("architecture") or "Unnamed model")
+    local = PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute() or name.startswith((".", "~"))
+    return (PureWindowsPath(name).name or name) if local else name
+
+
+def audited(record: Record) -> str:
+    """One sentence: head, model, text."""
+    head = record.head
+    shape = [number(head[key]) for key in ("vocab_tokens", "in_features") if head.get(key) is not None]
+    if head.get("vocab_tokens") is None and head.get("vocab_rows") is not None:
+        shape.insert(0, number(head["vocab_rows"]))
+    what = f"the {head.get('kind') or 'output'} head" + (
+        f" ({' tokens × '.join(shape)} dimensions)" if len(shape) == 2 else ""
+    )
+    whose = f" of a {record.model['architecture']} model" if record.model.get("architecture") else ""
+    traits = [
+        {True: "tied to the embedding", False: "not tied to the embedding"}.get(head.get("tied")),
+        {True: "with a bias", False: "without a bias"}.get(head.get("bias")),
+        f"soft-cap {number(head['softcap'])}" if head.get("softcap") is not None else None,
+        f"stored in {head['dtype']}" if head.get("dtype") else None,
+    ]
+    said = ", ".join(trait for trait in traits if trait)
+    return f"This audit measured {what}{whose}{f', {said}' if said else ''}{_on_text(record)}."
+
+
+def _on_text(record: Record) -> str:
+    tokens = record.provenance.get("tokens")
+    if tokens is None:
+        return ", from the weights alone"
+    gradient = record.results.get("gradient")
+    documents = record.provenance.get("documents") or ((gradient.values if gradient else None) or {}).get("documents")
+    many = f" in {count(documents, 'document')}" if isinstance(documents, int) else ""
+    return f", on {count(tokens, 'prediction')}{many}{_text(record.provenance.get('text'))}"
+
+
+def _text(about: Any) -> str:
+    if not isinstance(about, Mapping):
+        return f" of {about}" if about else ""
+    if about.get("kind") == "topics":
+        return " of the language reference inside Python"
+    name, files = about.get("name"), about.get("number") if about.get("kind") == "files" else None
+    return f" of {name}" if name else f" of {count(files, 'file')}" if isinstance(files, int) else ""
+
+
+def by_status(checks: list[Check]) -> tuple[list[Check], list[Check]]:
+    """Checks that need reading, the gravest first, and those that passed."""
+    order = list(STATUSES)
+    ranked = sorted(checks, key=lambda check: order.index(check.status) if check.status in order else 0)
+    return [check for check in ranked if check.status != "ok"], [check for check in ranked if check.status == "ok"]
+
+
+def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Nested facts as (name, value), groups with their name in front."""
+    rows: list[tuple[str, str]] = []
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            rows += [(f"{label(str(key), 'facts')}: {name}", said) for name, said in facts(value)]
+        elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            numbered = {f"{key} {i}": item for i, item in enumerate(value[:_ITEMS_SHOWN], 1)}
+            rows += facts(numbered)
+            if len(value) > _ITEMS_SHOWN:
+                rows.append((label(str(key), "facts"), f"{number(len(value) - _ITEMS_SHOWN)} more in audit.json"))
+        else:
+            said = str(value) if key in _AS_WRITTEN and value is not None else _exact(value)
+            rows.append((label(str(key), "facts"), said))
+    return rows
+
+
+def _exact(value: Any) -> str:
+    """A fact, whose trailing zeros say nothing: `1`, not `1.000`."""
+    said = cell(value)
+    return said.rstrip("0").rstrip(".") if isinstance(value, float) and "." in said and "×" not in said else said

