@@ -213,3 +213,41 @@ def test_the_demonstration_model_is_audited_and_saved(tmp_path):
     again = Record.load(tmp_path / "result")
     assert json.dumps(again.to_json()) == json.dumps(audit.record.to_json())
     assert 1 < again.results["gradient"].values["centred"]["ratio"] < 2
+
+
+def test_an_interrupted_audit_goes_on_and_ends_with_the_same_numbers(family_folder, documents, tmp_path, monkeypatch):
+    from unembed._audit import _resume
+
+    monkeypatch.setattr(_resume, "_SECONDS", 0.0)
+    folder, file = family_folder("llama"), tmp_path / "kept"
+    whole = _audit(folder, documents, tokens=400)
+    seen: list[int] = []
+
+    def stop(phase: str, done: int, _total: int) -> None:
+        if phase == "measure" and done:
+            seen.append(done)
+            if len(seen) == stop_after:
+                raise KeyboardInterrupt
+
+    from unembed.integrations import _run
+
+    monkeypatch.setattr(_run.hidden_states, "__kwdefaults__", {**_run.hidden_states.__kwdefaults__, "batch_tokens": 64})
+    stop_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        _audit(folder, documents, tokens=400, resume=file, progress=stop)
+    assert file.exists()
+    with pytest.raises(InputError, match="another model, text or options"):
+        _audit(folder, documents, tokens=399, resume=file)
+    stop_after, before = -1, seen[1]
+    seen.clear()
+    resumed = _audit(folder, documents, tokens=400, resume=file, progress=stop)
+    assert seen[0] > before  # the first blocks were not run again
+    assert not file.exists()
+    _assert_same_numbers(whole, resumed)
+
+
+def test_a_foreign_file_is_not_taken_for_a_kept_run(family_folder, documents, tmp_path):
+    (tmp_path / "kept").write_text("something else")
+    with pytest.raises(InputError, match="not a file of an interrupted audit"):
+        _audit(family_folder("llama"), documents, resume=tmp_path / "kept")
+    assert (tmp_path / "kept").read_text() == "something else"

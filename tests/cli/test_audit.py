@@ -149,7 +149,7 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing(family_folder, text, tmp_path)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error == "unembed: interrupted; nothing was written\n"
+    assert error == "unembed: interrupted; no half-written file is left\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -38,11 +38,11 @@ def test_sums_are_by_document_whatever_the_order_and_the_cutting():
     assert len(whole) == 3
 
 
-def test_merge_adds_documents_that_both_saw_and_keeps_the_other_untouched():
+def test_a_sum_adds_documents_that_both_saw_and_keeps_the_other_untouched():
     one, other = DocumentSums(1), DocumentSums(1)
     one.add(torch.tensor([0, 1]), torch.tensor([[1.0], [2.0]]))
     other.add(torch.tensor([1, 2]), torch.tensor([[4.0], [8.0]]))
-    one.merge(other)
+    one = one + other
     one.add(torch.tensor([2]), torch.tensor([[16.0]]))
     assert one.table().tolist() == [[1, 1], [2, 6], [2, 24]]
     assert other.table().tolist() == [[1, 4], [1, 8]]

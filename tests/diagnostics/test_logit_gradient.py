@@ -62,7 +62,8 @@ def test_gradient_and_both_kept_parts_are_the_definition(*, n, v, d, rank, biase
     loose = 1e-9 if dtypes == (torch.float64,) * 2 else 5e-5
     size = float(exact.norm(dim=1).max()) + 1e-30
 
-    torch.testing.assert_close(gradient.dense().double(), exact, rtol=loose, atol=loose * size)
+    # autograd's 1 - tanh^2 is exact to 1e-16 only, ours to a relative 1e-16
+    torch.testing.assert_close(gradient.dense().double(), exact, rtol=loose, atol=loose * size + 1e-15)
     torch.testing.assert_close(gradient.energy(), exact.square().sum(-1), rtol=loose, atol=loose * size**2)
     coordinates = gradient.coordinates()
     raw, centred = kept_energy(head, coordinates)
@@ -185,7 +186,7 @@ def test_the_centred_convention_does_not_see_a_constant_added_to_the_scores():  
 
 @pytest.mark.parametrize("centre", [False, True])
 def test_a_random_subspace_keeps_the_null_with_the_spread_of_its_beta_law(centre):
-    v, r, draws = 60, 6, 1500
+    v, r, draws = 60, 6, 800
     generator = torch.Generator().manual_seed(0)
     bias = 2 * torch.randn(v, generator=generator, dtype=torch.float64)
     hidden = torch.zeros(1, r, dtype=torch.float64)  # the scores are the bias, so the gradient does not depend on W

@@ -128,3 +128,11 @@ def test_a_model_from_a_gguf_file_is_the_one_written(written, documents, capfd):
 
 def test_a_folder_that_holds_one_gguf_file_is_that_file(written):
     assert type(open_model(written[1].parent)[0]).__name__ == "Qwen2ForCausalLM"
+
+
+def test_without_gguf_the_extra_is_named(written, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"unembed\[hf\]"):
+        open_model(written[1])

@@ -6,6 +6,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from unembed.models import Unembedding
 from unembed.models._gguf_file import GgufFile
@@ -150,6 +152,23 @@ def test_what_is_no_whole_gguf_is_refused(write_gguf, matrices, tmp_path):
         broken.write_bytes(content)
         with pytest.raises(InputError, match=said):
             Unembedding.load(broken)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(4, 420), byte=st.integers(0, 255))
+def test_a_damaged_header_is_read_or_refused_in_one_line(at, byte, write_gguf, matrices, tmp_path):
+    whole = tmp_path / "model.gguf"
+    if not whole.is_file():
+        write_gguf(matrices, kind="Q8_0", tokens=["a"] * ROWS)
+    data = bytearray(whole.read_bytes())
+    data[at] = byte
+    (tmp_path / "damaged.gguf").write_bytes(data)
+    said = ""
+    try:
+        Unembedding.load(tmp_path / "damaged.gguf")
+    except InputError as error:
+        said = str(error)
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(("architecture", "said"), [("bert", "an encoder;"), ("t5", "an encoder-decoder;")])

@@ -5,6 +5,8 @@ import resource
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from unembed.models import Unembedding
@@ -107,6 +109,28 @@ def test_a_header_that_is_no_header_is_refused(tmp_path):
         path.write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(InputError, match="not a safetensors file"):
             module.read_header(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["config.json", "tokenizer.json", "model.safetensors"]),
+    at=st.integers(0, 250),
+    byte=st.integers(0, 255),
+)
+def test_a_damaged_file_is_read_or_refused_in_one_line(*, name, at, byte, write, tensors, config, tmp_path):
+    folder = tmp_path / "model" if (tmp_path / "model").is_dir() else write(tensors, config, tokens=12)
+    whole = (folder / name).read_bytes()
+    data = bytearray(whole)
+    data[at % len(data)] = byte
+    (folder / name).write_bytes(data)
+    said = ""
+    try:
+        Unembedding.load(folder)
+    except InputError as error:
+        said = str(error)
+    finally:
+        (folder / name).write_bytes(whole)
+    assert "\n" not in said
 
 
 def test_a_file_of_another_dtype_is_read(tmp_path):

@@ -60,6 +60,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument("--seed", type=int, default=0, help="seed of document order, bootstrap and sketches (0)")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the sums so far in DIR, and go on from them after an interrupt"
+    )
     parser.set_defaults(run=run)
 
 
@@ -70,8 +73,13 @@ def run(options: argparse.Namespace) -> int:
 
     worst = 0
     for model in options.models or [None]:
-        with Progress() as progress:
-            audit = _audit(model, options, progress)
+        try:
+            with Progress() as progress:
+                audit = _audit(model, options, progress)
+        except KeyboardInterrupt:
+            if options.resume:
+                raise KeyboardInterrupt("the sums so far are kept, the same command goes on from them") from None
+            raise
         folder = _folder(model, options)
         audit.record.provenance["command"] = _command(model, options)
         audit.save(folder)
@@ -101,6 +109,7 @@ def _audit(model: str | None, options: argparse.Namespace, progress: Any) -> Any
         seed=options.seed,
         norm=options.norm,
         revision=options.revision,
+        resume=_folder(model, options) / ".unembed-resume" if options.resume else None,
         progress=progress,
     )
 

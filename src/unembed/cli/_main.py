@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         options.arguments = list(sys.argv[1:] if arguments is None else arguments)
         return options.run(options)
-    except KeyboardInterrupt:
-        _say("interrupted; nothing was written")
+    except KeyboardInterrupt as interrupt:
+        _say(f"interrupted; {interrupt or 'no half-written file is left'}")
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away: not our failure, and nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Self
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unembed.diagnostics._bootstrap import DocumentSums
 from unembed.diagnostics._chunk import Chunk, chunks
 from unembed.diagnostics._head import LinearHead
 from unembed.results import Result
@@ -24,6 +26,7 @@ class Accumulator(ABC):
     code: ClassVar[str]
     title: ClassVar[str]
     needs_text: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ()  # attributes that add up when two halves merge
 
     def __init__(self, head: LinearHead) -> None:
         self.head = head
@@ -44,9 +47,32 @@ class Accumulator(ABC):
     def add(self, chunk: Chunk) -> None:
         """Add one chunk; several measurements share what it holds."""
 
-    @abstractmethod
     def merge(self, other: Self) -> None:
         """Take over what `other` accumulated on other predictions of the same head."""
+        for name in self.sums:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums as tensors, for a file; `load_state` goes on from them."""
+        state: dict[str, Tensor] = {}
+        for name in self.sums:
+            value = getattr(self, name)
+            if isinstance(value, DocumentSums):
+                state[f"{name}.documents"], state[f"{name}.table"] = value.state()
+            else:
+                state[name] = torch.as_tensor(value, dtype=torch.float64)
+        return state
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Replace the sums by those of a `state`."""
+        for name in self.sums:
+            value = getattr(self, name)
+            if isinstance(value, DocumentSums):
+                value.load_state(state[f"{name}.documents"], state[f"{name}.table"])
+            elif isinstance(value, Tensor):
+                setattr(self, name, state[name])
+            else:
+                setattr(self, name, type(value)(state[name].item()))
 
     @abstractmethod
     def result(self) -> Result:

@@ -36,10 +36,20 @@ class DocumentSums:
         for document, row in zip(ids.tolist(), table.numpy(), strict=True):
             self._sums[document] = self._sums[document] + row if document in self._sums else row.copy()
 
-    def merge(self, other: DocumentSums) -> None:
-        """Take over the sums of `other`."""
+    def __add__(self, other: DocumentSums) -> DocumentSums:
+        total = DocumentSums(self._columns)
+        total._sums = dict(self._sums)
         for document, row in other._sums.items():
-            self._sums[document] = self._sums[document] + row if document in self._sums else row.copy()
+            total._sums[document] = total._sums[document] + row if document in total._sums else row
+        return total
+
+    def state(self) -> tuple[Int[Tensor, " d"], Float[Tensor, "d c"]]:
+        """Document numbers and their sums."""
+        return torch.tensor(sorted(self._sums), dtype=torch.int64), torch.from_numpy(self.table())
+
+    def load_state(self, ids: Int[Tensor, " d"], table: Float[Tensor, "d c"]) -> None:
+        """Take the sums of a `state`."""
+        self._sums = dict(zip(ids.tolist(), table.numpy(), strict=True))
 
     def __len__(self) -> int:
         return len(self._sums)

@@ -5,7 +5,7 @@ After Figure 7 of (Godey and Artzi, 2026, arXiv:2603.10145).
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Coefficients(Accumulator):
     name = "coefficients"
     code = "UNE104"
     title = "Coefficients of the gradient, in order of size"
+    sums = ("_tokens", "_sums")
 
     def __init__(self, head: LinearHead, *, every: int = 1) -> None:
         super().__init__(head)
@@ -68,11 +69,6 @@ class Coefficients(Accumulator):
             part = ordered[:, start:end].cpu().to(torch.float64)
             self._sums[kind, group, 0] += part.sum()
             self._sums[kind, group, 1] += part.square().sum()
-
-    def merge(self, other: Self) -> None:
-        """Take over the sums of `other`."""
-        self._tokens += other._tokens
-        self._sums += other._sums
 
     def result(self) -> Result:
         """The profile, and the share of the energy in the largest coefficients."""

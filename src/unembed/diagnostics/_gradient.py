@@ -7,7 +7,7 @@ printed: raw `W`, and row-centred `W`, which does not change when a constant is 
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class Gradient(Accumulator):
     name = "gradient"
     code = "UNE103"
     title = "Logit gradient that passes the head"
+    sums = ("_documents", "_targets")
 
     def __init__(self, head: LinearHead, *, seed: int = 0) -> None:
         super().__init__(head)
@@ -57,11 +58,6 @@ class Gradient(Accumulator):
         products = [energies[:, :1] * energies, energies[:, 1:] ** 2]
         rows = torch.cat([torch.ones(len(chunk), 1, dtype=torch.float64), energies, *products], dim=1)
         self._targets.index_add_(0, chunk.targets.cpu(), rows)
-
-    def merge(self, other: Self) -> None:
-        """Take over the sums of `other`."""
-        self._documents.merge(other._documents)
-        self._targets += other._targets
 
     def result(self) -> Result:
         """Both conventions with null, ratio and interval; kept share by how often the target occurs."""

@@ -43,6 +43,7 @@ class LogprobRank(Accumulator):
     name = "logprob_rank"
     code = "UNE102"
     title = "Rank of the log-probability matrix"
+    sums = ("_tokens", "_residual")
 
     def __init__(self, head: LinearHead, *, every: int = 1, seed: int = 0, hidden_eps: float = 2**-23) -> None:
         super().__init__(head)
@@ -96,10 +97,18 @@ class LogprobRank(Accumulator):
 
     def merge(self, other: Self) -> None:
         """Take over the factor of `other`."""
-        self._tokens += other._tokens
-        self._residual += other._residual
+        super().merge(other)
         if other._factor is not None:
             self._factor = other._factor if self._factor is None else ops.thin_r([self._factor, other._factor])
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums and the factor."""
+        return super().state() | ({} if self._factor is None else {"factor": self._factor})
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Replace the sums and the factor."""
+        super().load_state(state)
+        self._factor = state.get("factor")
 
     def result(self) -> Result:
         """Numerical rank with its bound and tolerance, effective ranks, and the residual outside the span."""

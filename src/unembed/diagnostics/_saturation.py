@@ -7,7 +7,7 @@ arXiv:2404.07647).
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +40,17 @@ class Saturation(Accumulator):
     name = "saturation"
     code = "UNE105"
     title = "Hidden states and predictions"
+    sums = (
+        "_documents",
+        "_padding",
+        "_bytes",
+        "_units",
+        "_sum",
+        "_second",
+        "_norms",
+        "_norm_sums",
+        "_entropies",
+    )
 
     def __init__(self, head: LinearHead, *, seed: int = 0) -> None:
         super().__init__(head)
@@ -81,14 +92,6 @@ class Saturation(Accumulator):
     def add_bytes(self, count: int) -> None:
         """Say that the targets added so far stand for `count` more bytes of text; gives `bits_per_byte`."""
         self._bytes += count
-
-    def merge(self, other: Self) -> None:
-        """Take over the sums of `other`."""
-        self._documents.merge(other._documents)
-        self._bytes += other._bytes
-        self._padding += other._padding
-        for name in ("_units", "_sum", "_second", "_norms", "_norm_sums", "_entropies"):
-            getattr(self, name).add_(getattr(other, name))
 
     def result(self) -> Result:
         """Anisotropy with its null, spectrum of the hidden states, entropy and loss with intervals."""
@@ -180,7 +183,7 @@ def _findings(values: dict[str, Any]) -> tuple[Finding, ...]:
             f"Hidden states share a direction: mean cosine {values['anisotropy'] or 0:.2f}",
             f"null 0 for evenly spread directions (standard deviation {values['anisotropy_null_sd'] or 0:.1g}); "
             f"90 % of the centred energy in {values['hidden_ranks_centred']['directions_90']} directions",
-            f"Loss {loss['mean']:.3f} nats{span}; entropy {entropy['mean']:.3f} of at most {values['entropy_uniform']:.1f}.",
+            f"Loss {loss['mean']:.3f} nats{span}, entropy {entropy['mean']:.3f} nats.",
             "Anisotropy alone is not a fault: a shared direction cancels in the softmax if W is centred.",
         )
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ class Spectrum(Accumulator):
 
     def add(self, chunk: Chunk) -> None:
         """Nothing to add: this measurement reads the weights only."""
-
-    def merge(self, other: Self) -> None:
-        """Nothing to merge."""
 
     def result(self) -> Result:
         """Spectra, effective ranks, condition and norms by token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -11,7 +11,7 @@ from unembed.results import InputError
 
 
 @contextlib.contextmanager
-def out_of_memory(doing: str, mend: str) -> Iterator[None]:
+def out_of_memory(doing: str, mend: str) -> Generator[None]:
     """Turn an allocation that fails, on a GPU or on the CPU, into an `InputError`.
 
     Args:

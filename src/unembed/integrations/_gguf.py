@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,20 @@ import numpy as np
 
 
 @contextlib.contextmanager
-def read_once() -> Iterator[None]:
+def read_once() -> Generator[None]:
     """Inside, `gguf.GGUFReader(path)` is the fast reader and gives the same object for the same file.
 
     transformers looks the name up at each call and offers no other way in. The name is put back at the end. What the
     readers hold is equal (tested), so another thread that meets the fast one reads the same.
-    """
-    import gguf
 
+    Raises:
+        ImportError: If `gguf` is not installed.
+    """
+    try:
+        import gguf as package
+    except ImportError as error:
+        raise ImportError('Running a GGUF file needs gguf: pip install "unembed[hf]"') from error
+    gguf: Any = package  # the name is set below, which its type does not foresee
     stock = gguf.GGUFReader
     fast = _fast_reader(stock)
     open_readers: dict[tuple[str, int], Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,7 +146,7 @@ def _open_tokenizer(source: str | Path, where: str, config: Any, options: dict[s
 
 
 @contextlib.contextmanager
-def _as_input_errors(source: str | Path) -> Iterator[None]:
+def _as_input_errors(source: str | Path) -> Generator[None]:
     """What transformers raises for a bad checkpoint, as `InputError`; its own `ImportError`s say what to install."""
     try:
         yield

@@ -30,7 +30,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 def check_parity(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     unembedding: Unembedding,
     documents: Iterable[Document],
@@ -131,7 +131,7 @@ class _Distance:
         )
 
 
-def _observe(model: nn.Module, ids: Tensor) -> _Seen:
+def _observe(model: Any, ids: Tensor) -> _Seen:
     """One whole forward with hooks on every module that gives vectors as wide as the head takes."""
     head = find_head(model)
     width = head.weight.shape[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from unembed.text._source import quiet_loggers
 
@@ -13,7 +13,7 @@ _LOGGERS = ("transformers", "huggingface_hub", "accelerate", "gguf", "httpx", "u
 
 
 @contextlib.contextmanager
-def quiet(*, stderr: bool = False) -> Iterator[None]:
+def quiet(*, stderr: bool = False) -> Generator[None]:
     """No log lines, warnings or progress bars from transformers and what it calls; all as before afterwards.
 
     Args:

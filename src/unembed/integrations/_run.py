@@ -45,7 +45,7 @@ class Block:
 
 
 def hidden_states(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     documents: Iterable[Document],
     *,
@@ -53,6 +53,7 @@ def hidden_states(
     context: int = 512,
     seed: int = 0,
     batch_tokens: int = 1024,
+    skip: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Block]:
     """The inputs of the model's head over `tokens` predictions; the head itself is never computed.
@@ -70,6 +71,7 @@ def hidden_states(
         context: Most predictions in a window; the model's own limit on positions counts too.
         seed: Of the order of documents.
         batch_tokens: Most tokens in a batch, padding included; a longer window runs alone.
+        skip: Leaves out the blocks that make up the first `skip` predictions, as an earlier run counted them.
         progress: Called with the predictions done and `tokens` after each block.
 
     Raises:
@@ -86,6 +88,9 @@ def hidden_states(
     done = 0
     planned = plan_windows(tokenizer, documents, tokens=tokens, context=limit, seed=seed)
     for batch in _batches(planned, batch_tokens):
+        if done < skip:
+            done += sum(len(window.targets) for window in batch)
+            continue
         for window in batch:
             check_ids(window.inputs, rows[0], "embedding")
             check_ids(window.targets, rows[1], "head")
@@ -124,7 +129,7 @@ def _split(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:
         yield batch
 
 
-def _run(model: nn.Module, batch: list[Window]) -> Block:
+def _run(model: Any, batch: list[Window]) -> Block:
     """One forward up to the head; the rows that predict something, window after window."""
     longest = max(len(window.inputs) for window in batch)
     ids = np.zeros((len(batch), longest), dtype=np.int64)  # any id will do as padding: it is never looked back at
@@ -148,7 +153,7 @@ class _HeadReached(Exception):  # noqa: N818 - not an error, it ends a forward e
     """Raised inside a forward by the hook on the head, never seen outside."""
 
 
-def head_input(model: nn.Module, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+def head_input(model: Any, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
     """What enters the head for each position, float32 or wider, without computing the head.
 
     No attention mask is given: padding on the right is invisible to a causal model, and a model without a mask takes
@@ -180,7 +185,7 @@ def head_input(model: nn.Module, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T 
     return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
-def find_head(model: nn.Module) -> nn.Module:
+def find_head(model: Any) -> Any:
     """The module that turns hidden states into scores.
 
     Raises:
@@ -192,14 +197,14 @@ def find_head(model: nn.Module) -> nn.Module:
     return head
 
 
-def position_limit(model: nn.Module) -> int:
+def position_limit(model: Any) -> int:
     """The most tokens the model can read at once; 2^31 when its configuration sets no limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else 1 << 31
 
 
-def check_causal(model: nn.Module) -> None:
+def check_causal(model: Any) -> None:
     """Refuse a model whose hidden states depend on later tokens, such as a masked language model.
 
     Raises:

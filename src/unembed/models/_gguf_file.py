@@ -109,14 +109,14 @@ class GgufFile:
         return values
 
     def check_whole(self) -> None:
-        """Every tensor has elements and ends inside the file.
+        """Every tensor has a shape its type can have and ends inside the file.
 
         Raises:
             InputError: If one does not.
         """
-        empty = next((name for name, entry in self.tensors.items() if not math.prod(entry.shape)), None)
-        if empty is not None:
-            raise InputError(f"{self.path}: damaged, {empty} has no elements; fetch the file again.")
+        for name, entry in self.tensors.items():
+            if not entry.shape or not math.prod(entry.shape) or entry.shape[-1] % _types()[entry.kind][1]:
+                raise InputError(f"{self.path}: damaged, {name} has shape {entry.shape}; fetch the file again.")
         end = max((self._start + entry.offset + self._bytes(entry) for entry in self.tensors.values()), default=0)
         if end > len(self._data):
             has = len(self._data)

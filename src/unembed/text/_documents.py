@@ -112,7 +112,7 @@ def _refuse_bad_path(path: Path) -> None:
         raise InputError(f"{path}: expected text, got an empty file.")
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
@@ -123,7 +123,7 @@ def _decoded(path: Path) -> Iterator[str]:
         InputError: At a byte that is not UTF-8, counted from the start of the unpacked file.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    done = 0
+    done = held = 0
     try:
         with _open(path) as file:
             while True:

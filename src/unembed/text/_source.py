@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,7 +48,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 
 @contextlib.contextmanager
-def quiet_loggers(*names: str) -> Iterator[None]:
+def quiet_loggers(*names: str) -> Generator[None]:
     """No log lines from the loggers called `names`; their levels are as before afterwards."""
     levels = {name: logging.getLogger(name).level for name in names}
     try:

@@ -1,0 +1,199 @@
+"""One run: the model over the text, chunk by chunk, into the accumulators."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unembed import diagnostics, integrations
+from unembed._audit._resume import Progressed
+from unembed.models import Unembedding
+from unembed.results import InputError, IntegrityError, Record
+
+MEASUREMENTS: dict[str, type[diagnostics.Accumulator]] = {
+    kind.name: kind
+    for kind in (
+        diagnostics.Spectrum,
+        diagnostics.LogprobRank,
+        diagnostics.Gradient,
+        diagnostics.Coefficients,
+        diagnostics.Saturation,
+    )
+}
+Progress = Callable[[str, int, int], None]
+_SAMPLED = 256  # predictions that the sampling measurements take at most
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `audit` was asked, and the seconds each phase took. The arguments are those of `audit`."""
+
+    source: str | Path | nn.Module
+    text: Any
+    tokenizer: Any
+    tokens: int
+    checks: tuple[str, ...]
+    context: int
+    device: str
+    dtype: str
+    seed: int
+    revision: str | None
+    norm: Any
+    resume: Path | None
+    say: Progress
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str, total: int = 1) -> Iterator[None]:
+        """Report a phase and keep its time."""
+        self.say(name, 0, total)
+        start = time.perf_counter()
+        yield
+        self.phases[name] = round(time.perf_counter() - start, 3)
+        self.say(name, total, total)
+
+    def measure(self) -> Record:
+        """Load, check, measure; with text where a measurement needs it."""
+        if any(MEASUREMENTS[name].needs_text for name in self.checks):
+            record, head, model, tokenizer = self._opened()
+            eps = torch.finfo(next(model.parameters()).dtype).eps
+            accumulators = self._accumulators(head, eps)
+            self._stream(record, model, tokenizer, accumulators)
+        else:
+            record, unembedding = self._loaded()
+            head = diagnostics.LinearHead.of(unembedding, device=integrations.resolve_device(self.device))
+            accumulators = self._accumulators(head, 0.0)
+        with self.phase("results", len(accumulators)):
+            for done, accumulator in enumerate(accumulators, 1):
+                record.results[accumulator.name] = accumulator.result()
+                self.say("results", done, len(accumulators))
+        return record
+
+    def _loaded(self) -> tuple[Record, Unembedding]:
+        """The head alone, and a record that describes it."""
+        with self.phase("load head"):
+            unembedding = Unembedding.load(
+                self.source, revision=self.revision, norm=self.norm, tokenizer=self.tokenizer
+            )
+        model = {
+            "source": unembedding.source,
+            "kind": unembedding.kind,
+            "architecture": unembedding.architecture,
+            "hash": unembedding.hash,
+            "revision": self.revision,
+        }
+        provenance = {"checks": list(self.checks), "seed": self.seed, "device": self.device}
+        described = unembedding.describe()
+        return Record(model, described, list(unembedding.integrity), provenance=provenance), unembedding
+
+    def _opened(self) -> tuple[Record, diagnostics.LinearHead, Any, Any]:
+        """The model, and its head once the model's scores are proved to be those of the head."""
+        record, unembedding = self._loaded()
+        with self.phase("load model"):
+            if not isinstance(self.source, nn.Module):
+                model, tokenizer = integrations.open_model(
+                    self.source, revision=self.revision, device=self.device, dtype=self.dtype
+                )
+            elif self.tokenizer is None:
+                raise InputError(
+                    "A model in memory needs `tokenizer=`, or `checks=['spectrum']` to read the weights only."
+                )
+            else:
+                model, tokenizer = self.source, self.tokenizer
+        with self.phase("parity"):
+            parity = integrations.check_parity(model, tokenizer, unembedding, self.text)
+        if parity.status == "failed":
+            raise IntegrityError(f"{parity.message} [{parity.code}]")
+        record.integrity.append(parity)
+        weight = model.get_output_embeddings().weight
+        # One copy of the matrix is enough: what was loaded for the checks goes when this function ends.
+        shared = weight if _equal(weight, unembedding.weight) else None
+        return record, diagnostics.LinearHead.of(unembedding, weight=shared, device=weight.device), model, tokenizer
+
+    def _accumulators(self, head: diagnostics.LinearHead, eps: float) -> list[diagnostics.Accumulator]:
+        every = math.ceil(self.tokens / _SAMPLED)
+        made: dict[str, Callable[[], diagnostics.Accumulator]] = {
+            "spectrum": lambda: diagnostics.Spectrum(head),
+            "logprob_rank": lambda: diagnostics.LogprobRank(head, every=every, seed=self.seed, hidden_eps=eps),
+            "gradient": lambda: diagnostics.Gradient(head, seed=self.seed),
+            "coefficients": lambda: diagnostics.Coefficients(head, every=every),
+            "saturation": lambda: diagnostics.Saturation(head, seed=self.seed),
+        }
+        with self.phase("orthonormal basis"):
+            _ = head.columns if self.checks != ("spectrum",) else head.svd
+        return [made[name]() for name in self.checks]
+
+    def _stream(self, record: Record, model: Any, tokenizer: Any, accumulators: list[diagnostics.Accumulator]) -> None:
+        """Every prediction of the text through every accumulator."""
+        head = accumulators[0].head
+        progressed = Progressed(self.resume, self._identity(record), accumulators)
+        done = progressed.restore()
+        with self.phase("measure", self.tokens), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The text is exhausted")  # the record says so
+            for block in integrations.hidden_states(
+                model,
+                tokenizer,
+                self.text,
+                tokens=self.tokens,
+                context=self.context,
+                seed=self.seed,
+                skip=done,
+            ):
+                index = torch.arange(done, done + len(block))
+                for chunk in diagnostics.chunks(
+                    head, block.hidden, block.targets, documents=block.documents, index=index
+                ):
+                    for accumulator in accumulators:
+                        accumulator.add(chunk)
+                    self.say("measure", int(chunk.index[-1]) + 1, self.tokens)
+                for accumulator in accumulators:
+                    if isinstance(accumulator, diagnostics.Saturation):
+                        accumulator.add_bytes(_text_bytes(tokenizer, block))
+                done += len(block)
+                progressed.keep(done)
+        progressed.finish()
+        record.provenance |= {
+            "device": str(head.weight.device),
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "context": self.context,
+            "tokens": done,
+            "tokens_requested": self.tokens,
+            "text": self._text(),
+        }
+
+    def _text(self) -> dict[str, Any]:
+        described = getattr(self.text, "describe", None)
+        return described() if described else {"kind": type(self.text).__name__}
+
+    def _identity(self, record: Record) -> dict[str, Any]:
+        """What must be equal for the sums of an interrupted run to go on with."""
+        names = ("tokens", "checks", "context", "dtype", "seed")
+        model = {name: record.model[name] for name in ("source", "hash")}
+        return {"model": model, "text": self._text(), **{name: getattr(self, name) for name in names}}
+
+
+def _equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two matrices hold the same numbers, whatever their dtypes."""
+    if mine.shape != other.shape:
+        return False
+    wide = torch.promote_types(mine.dtype, other.dtype)
+    pairs = zip(mine.detach().split(4096), other.detach().split(4096), strict=True)
+    return all(torch.equal(a.to(wide), b.to(a.device, wide)) for a, b in pairs)
+
+
+def _text_bytes(tokenizer: Any, block: integrations.Block) -> int:
+    """Bytes of the text that the targets of a block stand for."""
+    starts = (block.windows.diff() != 0).nonzero().flatten().add(1).tolist()
+    ids = block.targets.tolist()
+    pieces = (ids[start:end] for start, end in pairwise([0, *starts, len(ids)]))
+    return sum(len(tokenizer.decode(piece).encode("utf-8", errors="replace")) for piece in pieces)
