@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -136,20 +135,34 @@ def test_a_full_disk_leaves_nothing_half_written(existed, family_folder, tmp_pat
         assert (out / "audit.json").read_text() == "{}"
 
 
-def test_ctrl_c_exits_with_130_and_leaves_nothing(family_folder, text, tmp_path):
-    command = [sys.executable, "-m", "unembed.cli", "audit", str(family_folder("llama"))]
+_STUCK = """
+import sys, time
+import unembed.integrations
+from unembed.cli import main
+
+def stuck(*arguments, **options):
+    print("measuring", flush=True)
+    time.sleep(60)
+
+unembed.integrations.hidden_states = stuck
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"), [([], "no half-written file is left"), (["--resume"], "the same command goes on from them")]
+)
+def test_ctrl_c_exits_with_130_and_leaves_nothing(more, said, family_folder, text, tmp_path):
+    arguments = ["audit", str(family_folder("llama")), "--text", str(text), "--out", str(tmp_path / "out"), *more]
     process = subprocess.Popen(
-        [*command, "--text", str(text), "--tokens", "1000", "--out", str(tmp_path / "out")],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        [sys.executable, "-c", _STUCK, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    time.sleep(2.5)  # importing torch; there is no earlier point where we could be asked to stop
+    assert process.stdout.readline() == "measuring\n"
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error == "unembed: interrupted; no half-written file is left\n"
+    assert error.startswith("unembed: interrupted; ")
+    assert error.endswith(f"{said}\n")
     assert not (tmp_path / "out").exists()
 
 

@@ -95,7 +95,7 @@ def saved(record: Record, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_figure_is_drawn_and_the_page_is_silent(browser, saved: Path, width: int, scheme: str) -> None:
     visit = Visit(browser, saved, width, color_scheme=scheme)
     figures = visit.drawn()
-    assert len(figures) == 9
+    assert len(figures) == 10
     for figure in figures:
         assert figure["traces"] == figure["given"]
         assert figure["marks"] >= figure["traces"]
@@ -214,7 +214,7 @@ def test_capped_padded_and_bare_records_are_silent_too(
     browser, capped: Record, padded: Record, unknown: Result, tmp_path: Path
 ) -> None:
     records = [capped, padded, Record({}, {}), Record({}, {}, results={"flux": unknown})]
-    for record, figures in zip(records, (9, 9, 0, 0), strict=True):
+    for record, figures in zip(records, (10, 10, 0, 0), strict=True):
         path = tmp_path / "report.html"
         path.write_bytes(report.render(record).encode("utf-8"))
         visit = Visit(browser, path)
@@ -255,7 +255,7 @@ def test_page_works_inside_the_frame_of_a_notebook(browser, saved: Path, tmp_pat
     visit = Visit(browser, outer)
     frame = visit.page.frames[1]
     frame.wait_for_selector(".plot .main-svg")
-    assert frame.evaluate("document.querySelectorAll('.plot .cartesianlayer').length") == 9
+    assert frame.evaluate("document.querySelectorAll('.plot .cartesianlayer').length") == 10
     visit.complaints = [c for c in visit.complaints if c != "request: about:srcdoc"]
     visit.close()
 

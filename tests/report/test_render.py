@@ -317,7 +317,7 @@ def test_figures_are_what_plotly_expects_and_each_has_words(page: Page) -> None:
     import plotly.graph_objects as go
 
     drawings = next(json.loads(data) for about, data in page.scripts if about.get("id") == "drawings")
-    assert len(drawings) == 9
+    assert len(drawings) == 10
     for drawing in drawings:
         painted = json.loads(re.sub(r'"@[a-z]+(/[\d.]+)?"', '"#123456"', json.dumps(drawing)))
         figure = go.Figure(data=painted["traces"], layout=painted["layout"])

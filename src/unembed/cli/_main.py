@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = list(sys.argv[1:] if arguments is None else arguments)
         return options.run(options)
     except KeyboardInterrupt as interrupt:
-        _say(f"interrupted; {interrupt or 'no half-written file is left'}")
+        _say(f"interrupted; {str(interrupt) or 'no half-written file is left'}")
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away: not our failure, and nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
