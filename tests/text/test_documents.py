@@ -108,8 +108,7 @@ def test_folders_and_no_paths_are_refused_at_once(tmp_path):
         read_files([])
 
 
-def test_a_long_file_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_PART", 1 << 21)
+def test_a_long_file_is_cut_at_line_ends_and_loses_nothing(tmp_path):
     text = "".join(f"line {i} of a long file\n" for i in range(250_000)) + "the end"
     (tmp_path / "a.txt").write_text(text)
     tracemalloc.start()
@@ -122,9 +121,10 @@ def test_a_long_file_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.digest() == hashlib.sha256(text.encode()).digest()
-    assert ids == ["a.txt", "a.txt#2", "a.txt#3", "a.txt#4"]
-    assert max(sizes) <= 3 << 20
-    assert peak < 12 << 20, "three parts of 2 MiB at most, not the whole"
+    assert ids == ["a.txt", *(f"a.txt#{part}" for part in range(2, len(ids) + 1))]
+    assert max(sizes) <= 1 << 15
+    assert min(sizes[:-1]) > 1 << 14, "no more parts than needed"
+    assert peak < 6 << 20, "some MiB at a time, not the whole"
 
 
 def test_topics_are_sorted_hashed_and_have_a_length():

@@ -17,7 +17,9 @@ from unembed.text._source import Document, Source, one_line
 
 __all__ = ["Document", "Source", "read_dataset", "read_files", "read_topics"]
 
-_PART = 1 << 24  # characters: a plain file longer than this becomes several documents, so that memory stays bounded
+# Characters. A longer plain file becomes several documents: memory stays bounded, and the bootstrap over documents has
+# something to draw from. About 8,000 tokens, so that a window is rarely cut short by it.
+_PART = 1 << 15
 _HASHED = 1 << 28  # bytes: a larger file is described by its size alone, hashing it would take seconds
 _CHUNK = 1 << 20  # bytes read at a time
 
@@ -25,8 +27,8 @@ _CHUNK = 1 << 20  # bytes read at a time
 def read_files(paths: Iterable[str | Path], *, field: str = "text") -> Source:
     """Documents from files in UTF-8: a `.jsonl` file holds one a line, any other file is one.
 
-    `.gz` files are unpacked on the way. A plain file of more than 16 Mi characters is cut at line ends into
-    documents of about that size. Documents of white space only are left out.
+    `.gz` files are unpacked on the way. A plain file of more than 32 Ki characters is cut at line ends into
+    documents of at most that size. Documents of white space only are left out.
 
     Args:
         paths: The files, in the order they are read.
@@ -147,12 +149,14 @@ def _read_plain(path: Path) -> Iterator[Document]:
     for text in _decoded(path):
         held.append(text)
         length += len(text)
-        if length >= _PART:
+        if length > _PART:
             whole = "".join(held)
-            cut = whole.rfind("\n", _PART // 2) + 1 or len(whole)
-            parts += 1
-            yield Document(_part_id(path, parts), whole[:cut])
-            held, length = [whole[cut:]], len(whole) - cut
+            while len(whole) > _PART:
+                cut = whole.rfind("\n", _PART // 2, _PART) + 1 or _PART
+                parts += 1
+                yield Document(_part_id(path, parts), whole[:cut])
+                whole = whole[cut:]
+            held, length = [whole], len(whole)
     yield Document(_part_id(path, parts + 1), "".join(held))
 
 
