@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.test_audit import _assert_same_numbers
 
 import unembed
-from tests.test_audit import _assert_same_numbers
 from unembed.results import Record
 from unembed.text import read_topics
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unembed.diagnostics._bootstrap import DocumentSums, interval
+from unembed.diagnostics._bootstrap import DocumentSums, _t_quantile, interval
 
 
 def _sums(table):
@@ -63,10 +63,28 @@ def test_nothing_seen_is_an_empty_table():
     assert interval(sums, _mean) is None
 
 
-def test_four_documents_give_no_interval_and_five_do():
-    assert interval(_sums([[1, x] for x in range(4)]), _mean) is None
-    low, high = interval(_sums([[1, x] for x in range(5)]), _mean)
-    assert 0 <= low < 2 < high <= 4
+def test_seven_documents_give_no_interval_and_eight_do():
+    assert interval(_sums([[1, x] for x in range(7)]), _mean) is None
+    low, high = interval(_sums([[1, x] for x in range(8)]), _mean)
+    assert 0 <= low < 3.5 < high <= 7
+
+
+@pytest.mark.parametrize("count", [8, 12, 20, 40])
+def test_the_interval_of_few_documents_is_as_wide_as_students(count):
+    from scipy.stats import t
+
+    values = np.random.default_rng(count).normal(size=count)
+    low, high = interval(_sums(np.stack([np.ones(count), values], axis=1)), _mean)
+    width = 2 * t.ppf(0.975, count - 1) * values.std(ddof=1) / math.sqrt(count)
+    assert high - low == pytest.approx(width, rel=0.12)  # 2,000 resamples, and the tails of a bootstrap are short
+
+
+def test_students_quantile_is_right_to_three_digits():
+    from scipy.stats import norm, t
+
+    for freedom in (7, 10, 30, 1000):
+        for level in (0.005, 0.025, 0.05, 0.975):
+            assert _t_quantile(norm.ppf(level), freedom) == pytest.approx(t.ppf(level, freedom), rel=2e-3)
 
 
 def test_equal_documents_give_an_interval_of_no_width():
@@ -92,14 +110,15 @@ def test_the_interval_of_a_mean_is_the_normal_one_for_many_documents():
 
 def test_an_infinite_document_leaves_no_interval_that_pretends():
     # A masked target has infinite loss; dropping the resamples that hold it would print the interval of another text.
-    table = [[1, x] for x in (1.0, 2.0, 3.0, 2.0, 1.0, 2.0)]
+    table = [[1, x] for x in (1.0, 2.0, 3.0, 2.0, 1.0, 2.0, 3.0, 1.0)]
     assert interval(_sums(table), _mean) is not None
     assert interval(_sums([*table, [1, math.inf]]), _mean) is None
 
 
-def test_the_interval_covers_the_truth_in_about_nineteen_of_twenty_simulated_texts():
+@pytest.mark.parametrize("documents", [8, 40])
+def test_the_interval_covers_the_truth_in_about_nineteen_of_twenty_simulated_texts(documents):
     rng = np.random.default_rng(20261)
-    documents, cases = 40, 200
+    cases = 200
     truth = math.sqrt(0.3)  # kept energy is 0.3 of the full one in expectation, in documents of unequal length
     covered = 0
     for _ in range(cases):

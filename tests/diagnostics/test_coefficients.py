@@ -87,6 +87,21 @@ def test_a_certain_wrong_prediction_has_two_coefficients_and_by_hand():
     np.testing.assert_allclose(columns["full_sd"], 0, atol=1e-7)
 
 
+def test_ties_go_by_id_among_thousands():
+    # Uniform predictions: all coefficients but the target's are equal, so the order is target, then ids.
+    v, target = 5000, 1234
+    head = LinearHead(_randn(v, 3))
+    coefficients = Coefficients(head)
+    coefficients.update(torch.zeros(1, 3, dtype=torch.float64), torch.tensor([target]))
+    gradient = torch.full((1, v), 1 / v, dtype=torch.float64)
+    gradient[0, target] -= 1
+    kept = _projected(head.weight, gradient)[0]
+    ordered = torch.cat([kept[target : target + 1], kept[:target], kept[target + 1 :]])
+    columns = coefficients.result().table("coefficients_profile").columns
+    expected = [float(ordered[a:b].mean()) for a, b in zip(columns["rank_from"] - 1, columns["rank_to"], strict=True)]
+    np.testing.assert_allclose(columns["kept_raw_mean"], expected, rtol=1e-6, atol=1e-14)
+
+
 @settings(max_examples=20, deadline=None)
 @given(every=st.integers(1, 12), block=st.integers(1, 40), rows=st.integers(1, 10))
 def test_which_predictions_are_sampled_does_not_depend_on_blocks_or_chunks(every, block, rows):

@@ -36,6 +36,11 @@ def test_a_thousand_and_one_directions():
     assert ranks["stable_rank"] == pytest.approx(1000 / 900)
 
 
+@pytest.mark.parametrize("count", range(10, 400, 10))
+def test_nine_tenths_of_equal_directions_hold_ninety_per_cent(count):
+    assert effective_ranks(np.full(count, 0.7))["directions_90"] == count * 9 // 10  # however the sum is rounded
+
+
 def test_zeros_and_one_direction():
     assert set(effective_ranks(np.zeros(3)).values()) == {0}
     assert set(effective_ranks(np.zeros(0)).values()) == {0}

@@ -104,7 +104,7 @@ def test_a_constant_added_to_the_scores_leaves_the_centred_numbers():  # Transfo
 
 def test_the_order_of_the_text_changes_nothing():
     head = LinearHead(_randn(20, 4))
-    hidden, targets, documents = _randn(50, 4, seed=1), torch.arange(50) % 20, torch.arange(50) // 8
+    hidden, targets, documents = _randn(50, 4, seed=1), torch.arange(50) % 20, torch.arange(50) // 5
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     one = _measured(head, hidden, targets, documents)
     other = _measured(head, hidden[order], targets[order], documents[order])
@@ -113,12 +113,12 @@ def test_the_order_of_the_text_changes_nothing():
             assert other.values[name][key] == pytest.approx(value, rel=1e-10), key
 
 
-def test_the_interval_is_over_documents_and_needs_five():
+def test_the_interval_is_over_documents_and_needs_eight():
     head = LinearHead(_randn(20, 4))
     hidden, targets = _randn(48, 4, seed=1), torch.arange(48) % 20
-    few = _measured(head, hidden, targets, torch.arange(48) % 4)
+    few = _measured(head, hidden, targets, torch.arange(48) % 7)
     assert few.values["raw"]["ratio_ci95"] is few.values["centred"]["ratio_ci95"] is None
-    assert few.values["interval"] == "none: 4 documents, at least 5 are needed"
+    assert few.values["interval"] == "none: 7 documents, at least 8 are needed"
     assert "interval" not in few.findings[0].evidence
     many = _measured(head, hidden, targets, torch.arange(48) % 12)
     assert many.values["documents"] == 12

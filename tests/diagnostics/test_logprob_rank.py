@@ -218,7 +218,12 @@ def test_the_tolerance_follows_the_precision_of_the_hidden_states():
     coarse = hidden.to(torch.bfloat16).double()  # rounding fills the rank
     assert _measured(head, coarse).values["rank"] == 13
     assert _measured(head, coarse, hidden_eps=2**-7).values["rank"] == 3
-    assert _measured(head, hidden, hidden_eps=2**-52).values["rank"] == 3  # what our own arithmetic rounds is no rank
+
+
+def test_what_our_own_arithmetic_rounds_off_is_no_rank():
+    hidden = _randn(900, 2, seed=1) @ _randn(2, 120, seed=2)
+    result = _measured(LinearHead(_randn(1000, 120)), hidden, hidden_eps=2**-52)
+    assert result.values["rank"] == 3
 
 
 def test_masked_ids_have_no_log_probability_matrix():

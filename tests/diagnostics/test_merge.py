@@ -110,6 +110,28 @@ def test_block_and_chunk_sizes_change_no_number(name, softcap):
     _assert_same_result(whole.result(), small.result())
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("cut", [0, 20, N])
+def test_a_measurement_goes_on_from_its_state_as_if_never_interrupted(name, softcap, cut):
+    head, text = _head(softcap), _text()
+    whole, first = KINDS[name](head), KINDS[name](head)
+    _update(whole, text, slice(None))
+    _update(first, text, slice(0, cut))
+    state = first.state()
+    kept = {key: tensor.clone() for key, tensor in state.items()}
+    _update(first, text, slice(cut, None))  # what is in the file stays as it was
+    resumed, again = KINDS[name](head), KINDS[name](head)
+    for accumulator in (resumed, again):
+        _update(accumulator, text, slice(5, 9))  # replaced, not added to
+        accumulator.load_state(state)
+        _update(accumulator, text, slice(cut, None))
+        _assert_same_result(whole.result(), accumulator.result())
+    assert list(state) == list(kept)
+    for key, tensor in kept.items():
+        assert torch.equal(state[key], tensor), key
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_result_can_be_asked_at_any_time_and_again(name):
     head, text = _head(None), _text()

@@ -40,6 +40,8 @@ def test_the_hash_does_not_change_between_versions():
     digest = hashlib.sha256(b"unembed head 1 (3, 2)")
     digest.update(hashlib.sha256(weight.numpy().tobytes()).digest() + b"none")
     assert _hash(weight) == digest.hexdigest()
+    two_chunks = torch.arange(1_200_000.0).reshape(1200, 1000)
+    assert _hash(two_chunks) == "f9dc9af2840442d474d72b455f429a6ed40f7144fe7e92d3baaab5a8aea4107d"
 
 
 def test_chunks_are_read_in_order(monkeypatch, draw):

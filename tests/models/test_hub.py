@@ -86,6 +86,17 @@ def test_the_kind_of_model_is_refused_before_weights_are_fetched(cache, write, t
     assert asked == ["config.json"]
 
 
+def test_no_more_is_asked_for_than_needed(cache, write, tensors, config, monkeypatch):
+    fill(cache, "owner/model", write(tensors, config, tokens=12))
+    asked = []
+    download = hub.hf_hub_download
+    monkeypatch.setattr(
+        hub, "hf_hub_download", lambda repo, name, **kw: asked.append(name) or download(repo, name, **kw)
+    )
+    Unembedding.load("owner/model")
+    assert set(asked) == {"config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"}
+
+
 @pytest.mark.parametrize(
     ("source", "yes"),
     [

@@ -68,12 +68,14 @@ def test_a_norm_that_computes_something_else_is_left_out(change):  # M9: tuned-l
     assert Unembedding.load(model, norm="none").norm is None
 
 
-@pytest.mark.parametrize("eps", [1e-2 * 1.1, 1e-6])
-def test_a_wrong_eps_is_seen(eps):
+@pytest.mark.parametrize(("true", "stated"), [(1e-2, 1.1e-2), (1e-2, 1e-6), (1e-6, 1e-5)])
+def test_a_wrong_eps_is_seen(true, stated):
     norm = Norm()
-    norm.forward = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-2) * norm.weight
-    norm.eps = eps
+    norm.forward = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + true) * norm.weight
+    norm.eps = stated
     assert Unembedding.load(Model(norm=norm)).norm is None
+    norm.eps = true
+    assert Unembedding.load(Model(norm=norm)).norm.eps == true
 
 
 def test_our_own_llama_is_tied():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,56 @@ HOSTILE = (
     "%{customdata[0]}<b>bold</b><a href='javascript:alert(6)'>link</a>",
     "",
 )
+
+
+VOID = {"meta", "link", "img", "br", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: elements, attributes, visible text; fails on tags that do not match."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.scripts: list[tuple[dict[str, str], str]] = []
+        self.styles: list[str] = []
+        self.text: list[str] = []
+        self.declared = ""
+        self._open: list[tuple[str, dict[str, str]]] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_decl(self, decl: str) -> None:
+        self.declared = decl
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f"a comment in the page: {data[:80]}")
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> without a start"
+        assert self._open[-1][0] == tag, f"</{tag}> inside <{self._open[-1][0]}>"
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self._open[-1] if self._open else ("", {})
+        if tag == "script":
+            self.scripts.append((attributes, data))
+        elif tag == "style":
+            self.styles.append(data)
+        else:
+            self.text.append(data)
+
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+    def table(self, number: int) -> str:
+        return next(json.loads(data) for about, data in self.scripts if about.get("id") == f"table-{number}")
 
 
 def measure(*, softcap: float | None = None, padding: int = 0, documents: int = 12, **head: Any) -> Record:
@@ -86,6 +138,11 @@ def measure(*, softcap: float | None = None, padding: int = 0, documents: int = 
         },
         timing={"started": "2026-01-01T12:00:00+00:00", "seconds": {"total": 1.5}},
     )
+
+
+@pytest.fixture(scope="session")
+def parse() -> type[Page]:
+    return Page
 
 
 @pytest.fixture(scope="session")

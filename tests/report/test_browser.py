@@ -64,21 +64,27 @@ class Visit:
         """What each figure shows: traces given and drawn, sizes, the colour of its words."""
         return self.page.evaluate(
             """() => [...document.querySelectorAll(".plot")].map((plot) => {
-                const area = plot.querySelector(".bglayer, .cartesianlayer").getBoundingClientRect();
+                const box = (part) => part.getBoundingClientRect();
+                const data = JSON.parse(document.getElementById("drawings").textContent)[plot.dataset.figure];
+                const area = box(plot.querySelector(".cartesianlayer"));
                 const marks = [...plot.querySelectorAll(".trace path, .trace .point, .bars path")];
-                const sized = marks.filter((m) => { const b = m.getBoundingClientRect(); return b.width + b.height > 0; });
+                const sized = marks.filter((mark) => box(mark).width + box(mark).height > 0);
                 return {
-                    given: JSON.parse(document.getElementById("drawings").textContent)[plot.dataset.figure].traces.length,
+                    given: data.traces.length,
                     traces: plot.querySelectorAll(".trace").length, marks: sized.length,
                     width: area.width, height: area.height,
-                    outside: plot.querySelector(".main-svg").getBoundingClientRect().right - plot.getBoundingClientRect().right,
+                    outside: box(plot.querySelector(".main-svg")).right - box(plot).right,
                     ink: getComputedStyle(plot.querySelector(".xtick text, .ytick text")).fill,
                 };
             })"""
         )
 
+    def open_everything(self) -> None:
+        self.page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+        self.settle()
+
     def overflow(self) -> float:
-        return self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        return self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
     def close(self) -> None:
         self.context.close()
@@ -109,10 +115,8 @@ def test_every_figure_is_drawn_and_the_page_is_silent(browser, saved: Path, widt
 
 def test_details_open_without_overflow_on_a_phone(browser, saved: Path) -> None:
     visit = Visit(browser, saved, 390, has_touch=True, is_mobile=True)
-    for summary in visit.page.locator("details:not([open]) > summary").all():
-        summary.click()
-    visit.settle()
-    assert visit.page.locator("details:not([open])").count() == 0
+    visit.page.locator("details:not([open]) > summary").first.click()
+    visit.open_everything()
     assert visit.overflow() <= 0
     visit.close()
 
@@ -150,7 +154,7 @@ def test_log_buttons_change_the_scale_and_back(browser, saved: Path) -> None:
 def test_csv_downloads_are_the_tables(browser, saved: Path, record: Record) -> None:
     visit = Visit(browser, saved)
     tables = {f"{table.name}.csv": table for result in record.results.values() for table in result.tables}
-    visit.page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    visit.open_everything()
     buttons = visit.page.locator("button.csv").all()
     assert len(buttons) == len(tables)
     for button in buttons:
@@ -167,7 +171,7 @@ def test_print_is_light_whole_and_undone_afterwards(browser, saved: Path, tmp_pa
     closed = page.locator("details:not([open])").count()
     assert closed > 3
     page.emulate_media(media="print", color_scheme="dark")
-    page.wait_for_function("document.querySelectorAll('details:not([open])').length === 0")
+    sync_api.expect(page.locator("details:not([open])")).to_have_count(0)
     visit.settle()
     assert page.locator("button:visible").count() == 0
     assert page.locator("nav:visible").count() == 0
@@ -176,7 +180,7 @@ def test_print_is_light_whole_and_undone_afterwards(browser, saved: Path, tmp_pa
         assert _brightness(figure["ink"]) < 128
         assert 300 < figure["width"] <= 660
     page.emulate_media(media="screen", color_scheme="dark")
-    page.wait_for_function(f"document.querySelectorAll('details:not([open])').length === {closed}")
+    sync_api.expect(page.locator("details:not([open])")).to_have_count(closed)
     visit.settle()
     assert all(_brightness(figure["ink"]) > 128 and figure["width"] > 660 for figure in visit.drawn())
     page.pdf(path=tmp_path / "report.pdf", format="A4")
@@ -204,8 +208,7 @@ def test_hostile_record_opens_and_nothing_of_it_runs(browser, hostile: Record, t
         visit = Visit(browser, path, width)
         assert all(figure["traces"] == figure["given"] and figure["marks"] for figure in visit.drawn())
         assert "<script>alert(1)</script>" in visit.page.locator("h1").inner_text()
-        visit.page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-        visit.settle()
+        visit.open_everything()
         assert visit.overflow() <= 0
         visit.close()
 
@@ -233,11 +236,10 @@ def test_a_vocabulary_long_table_stays_quick_and_downloads_whole(browser, record
     path = tmp_path / "report.html"
     path.write_bytes(report.render(dataclasses.replace(record, results={"spectrum": result})).encode("utf-8"))
     visit = Visit(browser, path)
-    longest = visit.page.evaluate(
-        "Math.max(...[...document.querySelectorAll('.plot')].flatMap((p) => p.data.map((t) => t.x.length)))"
-    )
+    lengths = "[...document.querySelectorAll('.plot')].flatMap((plot) => plot.data.map((trace) => trace.x.length))"
+    longest = max(visit.page.evaluate(lengths))
     assert 4_000 < longest <= 5_000
-    visit.page.locator("details:not([open]) > summary").first.click()
+    visit.open_everything()
     with visit.page.expect_download() as download:
         visit.page.locator("button.csv").first.click()
     assert Path(download.value.path()).read_text(encoding="utf-8") == table.to_csv()

@@ -11,7 +11,6 @@ import pytest
 
 from unembed.results import InputError
 from unembed.text import Document, read_dataset, read_files, read_topics
-from unembed.text import _documents as module
 
 
 def _texts(source):

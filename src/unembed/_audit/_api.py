@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from unembed._audit._run import MEASUREMENTS, Progress, Run
 from unembed._version import __version__
+from unembed.integrations import Dtype
 from unembed.results import InputError, Record, Result
 from unembed.text import read_files, read_topics
 
@@ -65,7 +66,7 @@ def audit(
     checks: Sequence[str] | None = None,
     context: int = 512,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     seed: int = 0,
     norm: str | None = None,
     revision: str | None = None,
@@ -98,6 +99,8 @@ def audit(
     started, clock = datetime.now(UTC), time.perf_counter()
     if tokens < 1:
         raise InputError(f"`tokens` must be at least 1, got {tokens}.")
+    if dtype not in get_args(Dtype):
+        raise InputError(f"`dtype` must be one of {', '.join(get_args(Dtype))}, got {dtype!r}.")
     run = Run(
         source=DEMONSTRATION if source is None else source,
         text=_documents(text),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +17,7 @@ from torch import nn
 
 from unembed import diagnostics, integrations
 from unembed._audit._resume import Progressed
+from unembed.integrations import Dtype
 from unembed.models import Unembedding
 from unembed.results import InputError, IntegrityError, Record
 
@@ -45,7 +46,7 @@ class Run:
     checks: tuple[str, ...]
     context: int
     device: str
-    dtype: str
+    dtype: Dtype
     seed: int
     revision: str | None
     norm: Any
@@ -54,7 +55,7 @@ class Run:
     phases: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def phase(self, name: str, total: int = 1) -> Iterator[None]:
+    def phase(self, name: str, total: int = 1) -> Generator[None]:
         """Report a phase and keep its time."""
         self.say(name, 0, total)
         start = time.perf_counter()
@@ -100,6 +101,7 @@ class Run:
         """The model, and its head once the model's scores are proved to be those of the head."""
         record, unembedding = self._loaded()
         with self.phase("load model"):
+            model: Any
             if not isinstance(self.source, nn.Module):
                 model, tokenizer = integrations.open_model(
                     self.source, revision=self.revision, device=self.device, dtype=self.dtype
@@ -138,7 +140,7 @@ class Run:
         head = accumulators[0].head
         progressed = Progressed(self.resume, self._identity(record), accumulators)
         done = progressed.restore()
-        with self.phase("measure", self.tokens), warnings.catch_warnings():
+        with self.phase("measure", self.tokens), diagnostics.full_precision(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The text is exhausted")  # the record says so
             for block in integrations.hidden_states(
                 model,

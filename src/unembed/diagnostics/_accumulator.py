@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.diagnostics._bootstrap import DocumentSums
-from unembed.diagnostics._chunk import Chunk, chunks
+from unembed.diagnostics._chunk import Chunk, chunks, full_precision
 from unembed.diagnostics._head import LinearHead
 from unembed.results import Result
 
@@ -39,9 +39,17 @@ class Accumulator(ABC):
         documents: Int[Tensor, " n"] | None = None,
         index: Int[Tensor, " n"] | None = None,
     ) -> None:
-        """Add predictions: hidden states after the final norm and the tokens that followed; -100 is ignored."""
-        for chunk in chunks(self.head, hidden, targets, documents=documents, index=index):
-            self.add(chunk)
+        """Add predictions.
+
+        Args:
+            hidden: Hidden states after the final norm.
+            targets: The tokens that followed; -100 is ignored.
+            documents: Number of each prediction's document, unique over all that will be merged.
+            index: Running number of each prediction, likewise; decides which ones a sampling measurement takes.
+        """
+        with full_precision():
+            for chunk in chunks(self.head, hidden, targets, documents=documents, index=index):
+                self.add(chunk)
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
@@ -60,7 +68,7 @@ class Accumulator(ABC):
             if isinstance(value, DocumentSums):
                 state[f"{name}.documents"], state[f"{name}.table"] = value.state()
             else:
-                state[name] = torch.as_tensor(value, dtype=torch.float64)
+                state[name] = torch.as_tensor(value, dtype=torch.float64).clone()
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -70,7 +78,7 @@ class Accumulator(ABC):
             if isinstance(value, DocumentSums):
                 value.load_state(state[f"{name}.documents"], state[f"{name}.table"])
             elif isinstance(value, Tensor):
-                setattr(self, name, state[name])
+                setattr(self, name, state[name].clone())
             else:
                 setattr(self, name, type(value)(state[name].item()))
 

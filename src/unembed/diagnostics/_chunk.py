@@ -5,7 +5,8 @@ Shapes: n predictions of the chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -97,6 +98,17 @@ class Chunk:
         """Negative log-likelihood in nats; exact near 0 and in the far tail."""
         own = self.scores.gather(1, self.targets[:, None]).squeeze(1) - self.peak
         return torch.where(own == 0, torch.log1p(self._others[2]), self.total.log() - own)
+
+
+@contextmanager
+def full_precision() -> Generator[None]:
+    """Products of float32 matrices in float32, whatever the user allows elsewhere (TF32 keeps three digits)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def chunks(

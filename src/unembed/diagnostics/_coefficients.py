@@ -119,7 +119,7 @@ def _finding(values: dict[str, Any]) -> Finding:
     return Finding(
         Coefficients.code,
         "info",
-        f"The ten largest coefficients carry {full:.3g} of the gradient's energy before the head, {kept:.3g} after",
+        f"The ten largest coefficients hold {full:.1%} of the gradient's energy before the head, {kept:.1%} after",
         f"shares of the squared norm over {values['tokens']} sampled tokens, "
         f"{'raw' if name == 'kept_raw' else 'row-centred'} convention",
         "What remains outside the top is spread over tokens that were hardly predicted.",

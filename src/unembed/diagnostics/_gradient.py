@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unembed import ops
 from unembed.diagnostics._accumulator import Accumulator
-from unembed.diagnostics._bootstrap import MIN_DOCUMENTS, DocumentSums, interval
+from unembed.diagnostics._bootstrap import MIN_DOCUMENTS, RESAMPLES, DocumentSums, interval
 from unembed.diagnostics._chunk import Chunk
 from unembed.diagnostics._head import LinearHead
 from unembed.diagnostics._logit_gradient import LogitGradient, kept_energy, kept_null
@@ -69,7 +69,7 @@ class Gradient(Accumulator):
             "documents": len(self._documents),
             "raw": self._convention(_RAW),
             "centred": self._convention(_CENTRED) if self.head.softcap is None else None,
-            "interval": "percentile bootstrap over documents, 2000 resamples"
+            "interval": f"expanded percentile bootstrap over documents, {RESAMPLES} resamples"
             if len(self._documents) >= MIN_DOCUMENTS
             else f"none: {len(self._documents)} documents, at least {MIN_DOCUMENTS} are needed",
             "mean_squared_norm": float(total[_FULL] / total[0]),

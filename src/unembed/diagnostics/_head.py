@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -15,15 +15,7 @@ from unembed import ops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-class _Unembedding(Protocol):
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
-    scale: float
-    real_rows: int
-    noise_eps: float | None
-    tokens: Sequence[str] | None
+    from unembed.models import Unembedding
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,8 @@ class LinearHead:
     extra_bias: Float[Tensor, " P"] | None = None
 
     def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"`scale` must be positive, got {self.scale}.")
         # Parameters may be given; a measurement that kept their graph would grow with every token.
         for name in ("weight", "bias", "extra_rows", "extra_bias"):
             tensor = getattr(self, name)
@@ -60,7 +54,7 @@ class LinearHead:
     @classmethod
     def of(
         cls,
-        unembedding: _Unembedding,
+        unembedding: Unembedding,
         *,
         weight: Float[Tensor, "V D"] | None = None,
         device: str | torch.device = "cpu",

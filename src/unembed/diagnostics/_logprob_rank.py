@@ -131,7 +131,7 @@ class LogprobRank(Accumulator):
             "limit": size if self._sketch is None else min(size, self._factor.shape[1]),
             "bound": self.head.rank_bound,
             "tolerance": noise,
-            "tolerance_rule": "eps(hidden dtype) * ||A||_F * (1/sqrt(N) + 1/sqrt(V)) / sqrt(3)",
+            "tolerance_rule": "||A||_F * max(eps(hidden dtype) * (1/sqrt(N) + 1/sqrt(V)) / sqrt(3), 8 eps(float64))",
             "largest": float(raw[0]),
             "smallest_above_tolerance": float(raw[rank - 1]) if rank else None,
             "rank_at": {f"{level:.0e}": int((raw > level * raw[0]).sum()) for level in _LEVELS},
@@ -233,7 +233,8 @@ def _table(raw: Tensor, centred: Tensor, size: int) -> Table:
 
 
 def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
-    residual = f"{values['residual']:.2g} of the centred scores lies outside span(W, 1)" if values["residual"] else ""
+    span = "W, 1" if head.bias is None else "W, b, 1"
+    residual = f"{values['residual']:.2g} of the centred scores lies outside span({span})" if values["residual"] else ""
     evidence = (
         f"rank {values['rank']} on {values['tokens']} contexts at tolerance {values['tolerance']:.3g}; {residual}"
     )
@@ -250,7 +251,7 @@ def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
     return Finding(
         LogprobRank.code,
         "info",
-        f"Rank {values['rank']} of a possible {values['bound']} in {head.vocab} tokens",
+        f"Log-probabilities use {values['rank']} of {values['bound']} possible dimensions, V is {head.vocab:,}",
         evidence,
         "Fewer contexts than the bound were measured, so the bound could not be reached."
         if short

@@ -42,7 +42,7 @@ class Spectrum(Accumulator):
             "rows": head.vocab,
             **_summary(raw, svd.rank_raw),
             "tolerance": svd.noise,
-            "tolerance_rule": "eps(stored dtype) * ||W||_F * (1/sqrt(D) + 1/sqrt(V)) / sqrt(3)",
+            "tolerance_rule": "||W||_F * max(eps(stored dtype) * (1/sqrt(D) + 1/sqrt(V)) / sqrt(3), 8 eps(float64))",
             "method": svd.method,
             "centred": _summary(centred, svd.rank),
             "mean_row_share": float(svd.rows * (svd.mean**2).sum() / (raw**2).sum()) if raw.any() else 0.0,

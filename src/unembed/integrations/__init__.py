@@ -1,7 +1,7 @@
 """Other people's libraries, imported inside functions: run a transformers model over documents."""
 
-from unembed.integrations._open import open_model, resolve_device
+from unembed.integrations._open import Dtype, open_model, resolve_device
 from unembed.integrations._parity import check_parity
 from unembed.integrations._run import Block, hidden_states
 
-__all__ = ["Block", "check_parity", "hidden_states", "open_model", "resolve_device"]
+__all__ = ["Block", "Dtype", "check_parity", "hidden_states", "open_model", "resolve_device"]

@@ -30,7 +30,7 @@ CODES = {
     "UNE010": "Scale and soft-cap of the scores.",
     "UNE011": "How the numbers are stored, and how they were widened.",
 }
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20  # part of the hash: another number is another hash of the same head
 
 
 def require(check: Check) -> Check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from unembed.models._parts import Parts
 from unembed.models._tokens import Tokens
 from unembed.results import Check, InputError
 
+# A quantised matrix counts as its float32 values: they are what the model computes with, saved or not.
 _FLOAT_EPS = {"F64": 2.0**-52, "F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 
 
@@ -54,22 +54,11 @@ def load_gguf(path: Path, norm: families.NormRule | None) -> Parts:
         kind="gguf",
         architecture=architecture,
         where=where,
-        noise_eps=_noise_eps(kind),
+        noise_eps=_FLOAT_EPS.get(kind, _FLOAT_EPS["F32"]),
         vocab_size=metadata.get(f"{architecture}.vocab_size"),
         tokens=Tokens.from_types(strings, metadata.get("tokenizer.ggml.token_type", [])) if strings else None,
         checks=[*checks, check, scores, Check("UNE011", "note", f"Stored as {kind}, dequantised to float32.")],
     )
-
-
-def _noise_eps(kind: str) -> float:
-    """Spacing of the stored numbers relative to their typical size.
-
-    A quantised block spans about 2.2 standard deviations to each side, in `2^bits - 1` steps.
-    """
-    if kind in _FLOAT_EPS:
-        return _FLOAT_EPS[kind]
-    bits = re.search(r"\d", kind)
-    return min(1.0, 4.4 / (2 ** int(bits[0] if bits else 4) - 1))
 
 
 def _check_files(files: list[GgufFile]) -> Check:

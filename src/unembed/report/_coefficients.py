@@ -78,7 +78,7 @@ def _band(
         for a, b, m, s in zip(first, last, mean, sd, strict=True)
     ]
     hover = {"hovertemplate": "rank %{customdata[0]}: %{customdata[1]} ± %{customdata[2]}"}
-    silent = {"mode": "lines", "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
+    silent: dict[str, Any] = {"mode": "lines", "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
     silent["line"] = {"color": look["colour"], "width": 0}
     errors = {"symmetric": False, "array": plain(high[:1] - middle[:1]), "arrayminus": plain(middle[:1] - low[:1])}
     point = line(name, style, x[:1], middle[:1]) | {"mode": "markers", "customdata": said[:1]} | hover | shared

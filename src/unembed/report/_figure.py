@@ -7,11 +7,11 @@ means one thing in every figure and follows the theme. Each meaning has a dash a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from unembed.report._words import number
 
@@ -50,7 +50,7 @@ class Figure:
     log_toggle: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def plain(values: Sequence[float] | np.ndarray) -> list[float | int | None]:
+def plain(values: ArrayLike) -> list[float | int | None]:
     """JSON numbers with six significant digits; None where there is no finite one."""
     listed = np.asarray(values).tolist()
     return [item if isinstance(item, int) else _short(item) for item in listed]
@@ -93,7 +93,7 @@ def line(name: str, style: str, x: np.ndarray, y: np.ndarray, **more: Any) -> di
     return trace | more
 
 
-def reference(name: str, x: Sequence[float], y: Sequence[float], style: str = "null", **more: Any) -> dict[str, Any]:
+def reference(name: str, x: ArrayLike, y: ArrayLike, style: str = "null", **more: Any) -> dict[str, Any]:
     """A null, bound or tolerance: grey, dashed, in the legend."""
     return line(name, style, np.asarray(x), np.asarray(y), mode="lines", hovertemplate="%{y:.4g}") | more
 
@@ -114,13 +114,13 @@ def bars(name: str, style: str, low: np.ndarray, high: np.ndarray, height: np.nd
     }
 
 
-def axis(title: str, values: Sequence[float] | np.ndarray | None = None, **more: Any) -> dict[str, Any]:
+def axis(title: str, values: ArrayLike | None = None, **more: Any) -> dict[str, Any]:
     """An axis; `values` are what it shows, which decides the labels of a logarithmic one."""
     spec: dict[str, Any] = {"title": {"text": title}} | more
     return spec | log_labels(values) if spec.get("type") == "log" and values is not None else spec
 
 
-def log_labels(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
+def log_labels(values: ArrayLike) -> dict[str, Any]:
     """Type and labels of a logarithmic axis: 1, 2, 5 over a few decades, powers of ten over many."""
     seen = np.asarray(values, dtype=float).ravel()
     seen = seen[np.isfinite(seen) & (seen > 0)]
@@ -130,6 +130,6 @@ def log_labels(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     return {"type": "log", "dtick": max(1, math.ceil(decades / 7))}
 
 
-def toggled(name: str, values: Sequence[float] | np.ndarray) -> dict[str, dict[str, Any]]:
+def toggled(name: str, values: ArrayLike) -> dict[str, dict[str, Any]]:
     """The `log_toggle` of a figure with one button, on the axis `name` that shows `values`."""
     return {name: log_labels(values)}

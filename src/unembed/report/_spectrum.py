@@ -81,9 +81,9 @@ def _norms(result: Result) -> Figure:
         traces.append(reference("median", [median, median], [0, float(tokens.max())], "limit"))
     return Figure(
         "Norms of the token rows",
-        "A token with a long row can win by its norm, one with a short row needs a hidden state that points "
-        "at it. Look for a separate group on the left, which are often tokens that training never saw. Null: "
-        "rows of independent random entries have nearly one norm, within about 1 / √(2 D) of it.",
+        "A token with a long row can win by its norm, one with a short row needs a hidden state that points at it. "
+        "Look for a group of its own, left or right: often tokens that training hardly saw, still near where they "
+        "started. Null: rows of independent random entries have nearly one norm, within about 1 / √(2 D) of it.",
         f"Histogram of {number(int(tokens.sum()))} rows with norms from {number(float(low[0]))} to "
         f"{number(float(high[-1]))}, median {number(median)}.",
         traces,

@@ -34,13 +34,17 @@ def audited(record: Record) -> str:
     )
     whose = f" of a {record.model['architecture']} model" if record.model.get("architecture") else ""
     traits = [
-        {True: "tied to the embedding", False: "not tied to the embedding"}.get(head.get("tied")),
-        {True: "with a bias", False: "without a bias"}.get(head.get("bias")),
+        _either(head.get("tied"), "tied to the embedding", "not tied to the embedding"),
+        _either(head.get("bias"), "with a bias", "without a bias"),
         f"soft-cap {number(head['softcap'])}" if head.get("softcap") is not None else None,
         f"stored in {head['dtype']}" if head.get("dtype") else None,
     ]
     said = ", ".join(trait for trait in traits if trait)
     return f"This audit measured {what}{whose}{f', {said}' if said else ''}{_on_text(record)}."
+
+
+def _either(flag: Any, yes: str, no: str) -> str | None:
+    return None if flag is None else yes if flag else no
 
 
 def _on_text(record: Record) -> str:
@@ -74,15 +78,15 @@ def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for key, value in content.items():
         if isinstance(value, Mapping):
-            rows += [(f"{label(str(key), 'facts')}: {name}", said) for name, said in facts(value)]
+            rows += [(f"{label(key, 'facts')}: {name}", said) for name, said in facts(value)]
         elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
             numbered = {f"{key} {i}": item for i, item in enumerate(value[:_ITEMS_SHOWN], 1)}
             rows += facts(numbered)
             if len(value) > _ITEMS_SHOWN:
-                rows.append((label(str(key), "facts"), f"{number(len(value) - _ITEMS_SHOWN)} more in audit.json"))
+                rows.append((label(key, "facts"), f"{number(len(value) - _ITEMS_SHOWN)} more in audit.json"))
         else:
             said = str(value) if key in _AS_WRITTEN and value is not None else _exact(value)
-            rows.append((label(str(key), "facts"), said))
+            rows.append((label(key, "facts"), said))
     return rows
 
 

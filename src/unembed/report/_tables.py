@@ -11,7 +11,7 @@ from unembed.report._words import number
 from unembed.results import Table, safe_name
 
 ROWS_SHOWN = 40
-_SENTINELS = {("occurrences_to", -1): "no end"}
+_SENTINELS: dict[tuple[str, object], str] = {("occurrences_to", -1): "no end"}
 _WITHOUT_COMMAS = {"id"}
 _ENDS = {"spectrum_extremes": ("Shortest rows", "Longest rows")}  # both ends of a sorted list, the outermost first
 
@@ -64,8 +64,6 @@ def _parts(name: str, rows: list[list[str]]) -> list[tuple[str, list[list[str]]]
 
 
 def _cell(column: str, value: object) -> str:
-    if isinstance(value, int | float):
-        sentinel = _SENTINELS.get((column, value))
-        if sentinel:
-            return sentinel
+    if (column, value) in _SENTINELS:
+        return _SENTINELS[column, value]
     return str(value) if column in _WITHOUT_COMMAS else number(value)

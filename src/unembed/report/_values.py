@@ -57,7 +57,7 @@ def grids(name: str, values: Mapping[str, Any]) -> list[Grid]:
 def _families(groups: Mapping[str, Mapping[str, Any]]) -> list[Grid]:
     families: dict[tuple[str, ...], list[str]] = {}
     for key, group in groups.items():
-        families.setdefault(tuple(sorted(map(str, group))), []).append(key)
+        families.setdefault(tuple(sorted(group)), []).append(key)
     made = []
     for members in families.values():
         first = groups[members[0]]
@@ -68,10 +68,7 @@ def _families(groups: Mapping[str, Mapping[str, Any]]) -> list[Grid]:
 
 
 def _rows(keys: Mapping[str, Any], columns: list[Mapping[str, Any]]) -> list[tuple[str, str, list[str]]]:
-    return [
-        (str(key), label(str(key)), [_cell(key, column[key]) if key in column else "" for column in columns])
-        for key in keys
-    ]
+    return [(key, label(key), [_cell(key, column[key]) if key in column else "" for column in columns]) for key in keys]
 
 
 def _cell(key: str, value: Any) -> str:
@@ -91,7 +88,7 @@ def cell(value: Any) -> str:
     """One value in words."""
     if isinstance(value, Mapping):
         if "mean" not in value:
-            return ", ".join(f"{label(str(key), 'facts')}: {cell(item)}" for key, item in value.items()) or NONE
+            return ", ".join(f"{label(key, 'facts')}: {cell(item)}" for key, item in value.items()) or NONE
         ends, sd = value.get("ci95"), value.get("sd")
         more = f" (95 % {span(ends)})" if ends else f" (sd {number(sd)})" if sd is not None else ""
         return number(value["mean"]) + more

@@ -6,13 +6,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import IO
 
 
 @contextlib.contextmanager
-def write_whole(path: Path, mode: str = "w") -> Iterator[IO]:
+def write_whole(path: Path, mode: str = "w") -> Generator[IO]:
     """Open a temporary file beside `path` that becomes `path` only when the block ends without an error.
 
     Args:
@@ -53,7 +53,7 @@ class Stage:
             file.write(content.encode("utf-8", errors="backslashreplace"))
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
+    def open(self, name: str) -> Generator[IO[bytes]]:
         """Stage a binary file."""
         path = self.place / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class Stage:
 
 
 @contextlib.contextmanager
-def replace_together(folder: Path) -> Iterator[Stage]:
+def replace_together(folder: Path) -> Generator[Stage]:
     """Stage files in a temporary folder inside `folder`; they move to their places only when the block ends well.
 
     A full disk or an interrupt while writing leaves `folder` as it was; one that did not exist is not left behind.

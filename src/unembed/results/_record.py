@@ -84,11 +84,15 @@ class Record:
             OSError: If the folder cannot be written; what was there before is untouched.
         """
         folder = Path(folder)
+        names = [table.name for result in self.results.values() for table in result.tables]
+        assert len(set(names)) == len(names), f"table names must be unique in a record, got {sorted(names)}"
         tables = {table.name: table for result in self.results.values() for table in result.tables}
         with replace_together(folder) as stage:
             for name, table in tables.items():
                 stage.text(f"tables/{name}.csv", table.to_csv())
-            columns = {f"{n}/{c}": array for n, table in tables.items() for c, array in table.columns.items()}
+            columns: dict[str, Any] = {
+                f"{n}/{c}": array for n, table in tables.items() for c, array in table.columns.items()
+            }
             with stage.open("tables.npz") as file:
                 np.savez_compressed(file, **columns)
             for name, content in (extra or {}).items():
@@ -107,10 +111,11 @@ class Record:
         """
         folder = Path(folder)
         content = json.loads((folder / "audit.json").read_text(encoding="utf-8"))
-        if content.get("schema_version") != SCHEMA_VERSION:
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
             raise ValueError(
-                f"{folder / 'audit.json'}: expected schema_version {SCHEMA_VERSION}, "
-                f"got {content.get('schema_version')!r}; read it with the unembed version that wrote it."
+                f"{folder / 'audit.json'}: expected schema_version {SCHEMA_VERSION}, got {version!r}; "
+                "read it with the unembed version that wrote it."
             )
         with np.load(folder / "tables.npz", allow_pickle=False) as arrays:
             columns: dict[str, dict[str, np.ndarray]] = {}
