@@ -140,6 +140,7 @@ class Run:
         head = accumulators[0].head
         progressed = Progressed(self.resume, self._identity(record), accumulators)
         done = progressed.restore()
+        workspace = diagnostics.Workspace()
         with self.phase("measure", self.tokens), diagnostics.full_precision(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The text is exhausted")  # the record says so
             for block in integrations.hidden_states(
@@ -153,7 +154,7 @@ class Run:
             ):
                 index = torch.arange(done, done + len(block))
                 for chunk in diagnostics.chunks(
-                    head, block.hidden, block.targets, documents=block.documents, index=index
+                    head, block.hidden, block.targets, documents=block.documents, index=index, workspace=workspace
                 ):
                     for accumulator in accumulators:
                         accumulator.add(chunk)

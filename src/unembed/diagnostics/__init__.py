@@ -1,7 +1,7 @@
 """Measurements on a head: each an accumulator with `update`, `merge` and `result`."""
 
 from unembed.diagnostics._accumulator import Accumulator
-from unembed.diagnostics._chunk import Chunk, chunks, full_precision
+from unembed.diagnostics._chunk import Chunk, Workspace, chunks, full_precision
 from unembed.diagnostics._coefficients import Coefficients
 from unembed.diagnostics._effective import effective_ranks
 from unembed.diagnostics._gradient import Gradient
@@ -19,6 +19,7 @@ __all__ = [
     "LogprobRank",
     "Saturation",
     "Spectrum",
+    "Workspace",
     "chunks",
     "effective_ranks",
     "full_precision",

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.diagnostics._bootstrap import DocumentSums
-from unembed.diagnostics._chunk import Chunk, chunks, full_precision
+from unembed.diagnostics._chunk import Chunk, Workspace, chunks, full_precision
 from unembed.diagnostics._head import LinearHead
 from unembed.results import Result
 
@@ -48,7 +48,7 @@ class Accumulator(ABC):
             index: Running number of each prediction, likewise; decides which ones a sampling measurement takes.
         """
         with full_precision():
-            for chunk in chunks(self.head, hidden, targets, documents=documents, index=index):
+            for chunk in chunks(self.head, hidden, targets, documents=documents, index=index, workspace=Workspace()):
                 self.add(chunk)
 
     @abstractmethod

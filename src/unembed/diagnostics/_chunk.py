@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unembed import ops
@@ -18,6 +18,25 @@ from unembed.diagnostics._head import LinearHead
 from unembed.results import InputError
 
 _SCORE_ELEMENTS = 1 << 25  # scores alive in a chunk: 128 MiB in float32
+
+
+class Workspace:
+    """Memory for matrices of scores that one chunk after another uses.
+
+    Fresh memory of this size costs more than what is computed in it. A chunk made with a workspace is good until the
+    next one is.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def room(self, name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory; the same one for the same name."""
+        count = shape[0] * shape[1]
+        held = self._held.get((name, dtype))
+        if held is None or held.numel() < count or held.device != device:
+            held = self._held[name, dtype] = torch.empty(count, dtype=dtype, device=device)
+        return held[:count].view(shape)
 
 
 class Chunk:
@@ -32,6 +51,7 @@ class Chunk:
         targets: Next tokens, [n].
         documents: Document number of each prediction, the unit of the bootstrap, [n].
         index: Running number of each prediction in the whole stream; decides which ones a sampling measurement takes.
+        workspace: Memory to compute in; fresh memory when None.
     """
 
     def __init__(
@@ -41,9 +61,12 @@ class Chunk:
         targets: Int[Tensor, " n"],
         documents: Int[Tensor, " n"],
         index: Int[Tensor, " n"],
+        *,
+        workspace: Workspace | None = None,
     ) -> None:
         self.head, self.hidden, self.targets = head, hidden.detach(), targets
         self.documents, self.index = documents, index
+        self._workspace = workspace
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -52,13 +75,22 @@ class Chunk:
     def scores(self) -> Float[Tensor, "n V"]:
         """Scores after the soft-cap. Not to be written to."""
         cap = self.head.softcap
-        return self.uncapped if cap is None else torch.tanh(self.uncapped / cap).mul_(cap)
+        return self.uncapped if cap is None else self.room("scores").copy_(self.uncapped).div_(cap).tanh_().mul_(cap)
 
     @cached_property
     def uncapped(self) -> Float[Tensor, "n V"]:
         """Scores before the soft-cap. Not to be written to."""
         head = self.head
-        return ops.linear_scores(self.hidden, head.weight, bias=head.bias, scale=head.scale)
+        return ops.linear_scores(self.hidden, head.weight, bias=head.bias, scale=head.scale, out=self.room("uncapped"))
+
+    def room(self, name: str) -> Float[Tensor, "n V"]:
+        """Uninitialised memory of the shape and dtype of the scores."""
+        weight = self.head.weight
+        dtype = torch.promote_types(torch.promote_types(self.hidden.dtype, weight.dtype), torch.float32)
+        shape = (len(self), self.head.vocab)
+        if self._workspace is None:
+            return torch.empty(shape, dtype=dtype, device=weight.device)
+        return self._workspace.room(name, shape, dtype, weight.device)
 
     @cached_property
     def peak(self) -> Float[Tensor, " n"]:
@@ -67,7 +99,7 @@ class Chunk:
 
     @cached_property
     def _others(self) -> tuple[Tensor, Tensor, Tensor]:
-        exponentials = torch.sub(self.scores, self.peak[:, None]).exp_()
+        exponentials = torch.sub(self.scores, self.peak[:, None], out=self.room("exponentials")).exp_()
         own = exponentials.gather(1, self.targets[:, None]).squeeze(1)
         exponentials.scatter_(1, self.targets[:, None], 0.0)
         return exponentials, own, exponentials.sum(-1)
@@ -92,6 +124,23 @@ class Chunk:
     def target_probability(self) -> Float[Tensor, " n"]:
         """`p_y`."""
         return self._others[1] / self.total
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, " n"]:
+        """Entropy in nats; `-inf` scores count nothing."""
+        # exp(-200) is 0 in float32 and nothing beside 1 in float64, so the clamp only keeps 0 * -inf away.
+        shifted = torch.sub(self.scores, self.peak[:, None], out=self.room("entropy")).clamp_(min=-200)
+        own = shifted.gather(1, self.targets[:, None]).squeeze(1) * self._others[1]
+        inside = (shifted.mul_(self.unnormalised).sum(-1) + own) / self.total
+        return (self.total.log() - inside).clamp(min=0)
+
+    @cached_property
+    def correct(self) -> Bool[Tensor, " n"]:
+        """Whether the target is the argmax, ties going to the lowest id."""
+        found = self.scores.gather(1, self.targets[:, None]).squeeze(1) == self.peak
+        best = found.nonzero().squeeze(1)
+        found[best] = self.scores[best].argmax(-1) == self.targets[best]
+        return found
 
     @cached_property
     def nll(self) -> Float[Tensor, " n"]:
@@ -120,6 +169,7 @@ def chunks(
     index: Int[Tensor, " n"] | None = None,
     ignore_index: int = -100,
     rows: int | None = None,
+    workspace: Workspace | None = None,
 ) -> Iterator[Chunk]:
     """Cut a block of predictions into chunks whose scores fit in memory; ignored targets are dropped.
 
@@ -131,6 +181,7 @@ def chunks(
         index: Running numbers; counted from 0 when None.
         ignore_index: Target of positions that do not count.
         rows: Predictions a chunk; chosen from V when None.
+        workspace: Memory that the chunks share; each is good until the next one then.
 
     Raises:
         ValueError: If shapes do not fit or a target is not a row of the head.
@@ -163,4 +214,5 @@ def chunks(
     if len(kept) == 0:
         return
     for part in kept.split(max(1, _SCORE_ELEMENTS // head.vocab) if rows is None else rows):
-        yield Chunk(head, hidden[part.to(hidden.device)].to(device), targets[part], documents[part], index[part])
+        inside = hidden[part.to(hidden.device)].to(device)
+        yield Chunk(head, inside, targets[part], documents[part], index[part], workspace=workspace)

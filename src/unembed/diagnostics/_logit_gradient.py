@@ -32,11 +32,6 @@ def _reference(
     return gradient, gradient @ (weight @ torch.linalg.pinv(weight, rtol=1e-9))
 
 
-def _cap_slope(uncapped: Float[Tensor, "n V"], softcap: float) -> Float[Tensor, "n V"]:
-    """`1 - tanh^2(x / c)` as `cosh^-2(x / c)`: the difference is 0 in float32 from `x = 9 c` on."""
-    return torch.cosh(uncapped / softcap).square_().reciprocal_()
-
-
 class LogitGradient:
     """`G` of one chunk, without a V x V matrix and without the cancelling `p_y - 1`.
 
@@ -54,7 +49,9 @@ class LogitGradient:
         self._off = chunk.unnormalised  # G off the target, times `total`
         self._on = chunk.missing  # minus G on the target
         if head.softcap is not None:
-            factor = _cap_slope(chunk.uncapped, head.softcap)
+            # 1 - tanh^2(x / c) as cosh^-2(x / c): the difference is 0 in float32 from x = 9 c on.
+            factor = torch.div(chunk.uncapped, head.softcap, out=chunk.room("slope"))
+            factor.cosh_().square_().reciprocal_()
             self._on = self._on * factor.gather(1, chunk.targets[:, None]).squeeze(1)
             self._off = factor.mul_(self._off)
 

@@ -77,11 +77,10 @@ class Saturation(Accumulator):
         place = (norms.clamp(min=1e-300).log10() - low) / (high - low)
         self._norms += _histogram(place, _NORM_BINS)
 
-        entropy = _entropy(chunk)
+        entropy = chunk.entropy.cpu().to(torch.float64)
         self._entropies += _histogram(entropy / max(math.log(self.head.vocab), 1e-300), _ENTROPY_BINS)
         top = (1 / chunk.total).cpu().to(torch.float64)
-        # Ties count as right only for the lowest id, which is what argmax returns.
-        correct = (chunk.scores.argmax(-1) == chunk.targets).cpu().to(torch.float64)
+        correct = chunk.correct.cpu().to(torch.float64)
         self._documents.add(chunk.documents, torch.stack([chunk.nll.cpu().double(), entropy, top, correct], dim=1))
         extra = self.head.extra_scores(chunk.hidden)
         if extra is not None:
@@ -153,14 +152,6 @@ class Saturation(Accumulator):
             {"from": edges[:-1][part], "to": edges[1:][part], "tokens": counts[part]},
             {"from": "lower edge of the norm", "to": "upper edge", "tokens": "predictions in the bin"},
         )
-
-
-def _entropy(chunk: Chunk) -> Tensor:
-    """Entropy of each prediction in nats, float64 on the CPU; `-inf` scores count nothing."""
-    others = torch.special.xlogy(chunk.unnormalised, chunk.unnormalised).sum(-1)
-    own = chunk.target_probability * chunk.total
-    inside = (others + torch.special.xlogy(own, own)) / chunk.total
-    return (chunk.total.log() - inside).clamp(min=0).cpu().to(torch.float64)
 
 
 def _histogram(place: Tensor, bins: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 _GRAM_CONDITION = 1e5
 # Singular values below this times ||W||_F are the rounding of our own float64 arithmetic.
 _OWN_ROUNDING = 8 * torch.finfo(torch.float64).eps
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 20  # 8 MiB in float64: larger chunks cost more in fresh memory than in arithmetic
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def _chunks64(weight: Tensor, mean: Tensor | None = None) -> Iterator[Tensor]:
     """Chunks of rows in float64, less `mean`; on the CPU where the device has no float64 (MPS)."""
     device = torch.device("cpu") if weight.device.type == "mps" else weight.device
     for chunk in weight.split(max(1, _CHUNK_ELEMENTS // weight.shape[1])):
-        wide = chunk.to(device).to(torch.float64)
-        yield wide if mean is None else wide - mean.to(device)
+        wide = chunk.to(device).to(torch.float64, copy=True)
+        yield wide if mean is None else wide.sub_(mean.to(device))
 
 
 def _orthonormalised(basis: Tensor, gram: Tensor) -> Tensor:

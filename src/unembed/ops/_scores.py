@@ -19,6 +19,7 @@ def linear_scores(
     bias: Float[Tensor, " V"] | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    out: Float[Tensor, "N V"] | None = None,
 ) -> Float[Tensor, "*N V"]:
     r"""Scores of a linear head, in float32 or wider whatever the input dtypes.
 
@@ -30,6 +31,7 @@ def linear_scores(
         bias: Added before scale and soft-cap.
         softcap: `c`; no cap when None.
         scale: `s`: `logit_scale`, or 1 / `logits_scaling`.
+        out: Memory for the result of two-dimensional `hidden`, in the dtype of the result; no gradients then.
 
     Raises:
         ValueError: If `softcap` is not positive and finite.
@@ -37,6 +39,13 @@ def linear_scores(
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"`softcap` must be positive and finite, got {softcap}; None means no cap.")
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    if out is not None:
+        torch.mm(hidden.to(dtype), weight.to(dtype).T, out=out)
+        if bias is not None:
+            out.add_(bias.to(dtype))
+        if scale != 1.0:
+            out.mul_(scale)
+        return out if softcap is None else out.div_(softcap).tanh_().mul_(softcap)
     scores = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if scale != 1.0:
         scores = scores * scale
@@ -57,7 +66,7 @@ def squared_norms(x: Float[Tensor, "*N V"], *, piece: int = 1 << 14) -> Float[Te
     """
     total = torch.zeros(x.shape[:-1], dtype=torch.float64)
     for part in x.split(piece, dim=-1):
-        total += torch.linalg.vecdot(part.to(widened(part.dtype)), part.to(widened(part.dtype))).cpu().double()
+        total += torch.linalg.vector_norm(part, dim=-1, dtype=widened(part.dtype)).cpu().to(torch.float64).square()
     return total
 
 
