@@ -83,7 +83,7 @@ def row(vocab: int, tokens: int, rounds: int, *, with_published: bool) -> str:
             seconds, ratio = statistics.median(times[name]), median_ratio(times, name, "scores")
             cells.append(f"{seconds:.2f} s, {ratio:.2f} x, {peaks[name]:.0f} MB")
         else:
-            cells.append(f"does not fit: the basis alone is {vocab**2 * 4 / 1e9:.0f} GB")
+            cells.append(f"not run: the basis alone is {vocab**2 * 4 / 1e9:.0f} GB")
     cells.insert(3, f"{peaks['scores']:.0f}")
     return f"| {' | '.join(cells)} |"
 

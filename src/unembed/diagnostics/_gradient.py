@@ -172,7 +172,7 @@ def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
             "warning" if below else "info",
             "The head passes less of the gradient than a random subspace would"
             if below
-            else f"The head passes {numbers['ratio']:.2g} times what a random subspace of its rank would",
+            else f"The head passes {numbers['ratio']:.3g} times what a random subspace of its rank would",
             evidence,
             f"{numbers['destroyed']:.1%} of the norm of the logit gradient is outside what the body can be told in one "
             f"step; a random head of this rank leaves out {math.sqrt(1 - numbers['kept_null'] ** 2):.1%}.",

@@ -21,7 +21,7 @@ from unembed.diagnostics._head import LinearHead
 from unembed.results import Finding, Result, Table
 
 _ENTROPY_BINS = 50
-_NORM_DECADES, _NORM_BINS = (-4.0, 6.0), 300
+_NORM_DECADES, _NORM_BINS, _NORM_SHOWN = (-4.0, 6.0), 6000, 60  # bins of 0.4 %, grouped to what is shown
 _NLL, _ENTROPY, _TOP, _CORRECT = 1, 2, 3, 4  # columns of the sums, after the count
 
 
@@ -145,11 +145,16 @@ class Saturation(Accumulator):
         edges = np.logspace(*_NORM_DECADES, _NORM_BINS + 1)
         counts = self._norms.numpy().astype(np.int64)
         used = np.flatnonzero(counts)
-        part = slice(used[0], used[-1] + 1)
+        group = -(-(used[-1] + 1 - used[0]) // _NORM_SHOWN)
+        starts = np.arange(used[0], used[-1] + 1, group)
         return Table(
             "saturation_norms",
             "Hidden states by norm",
-            {"from": edges[:-1][part], "to": edges[1:][part], "tokens": counts[part]},
+            {
+                "from": edges[starts],
+                "to": edges[np.minimum(starts + group, _NORM_BINS)],
+                "tokens": np.add.reduceat(counts, starts),
+            },
             {"from": "lower edge of the norm", "to": "upper edge", "tokens": "predictions in the bin"},
         )
 
