@@ -131,8 +131,8 @@ class Run:
             "coefficients": lambda: diagnostics.Coefficients(head, every=every),
             "saturation": lambda: diagnostics.Saturation(head, seed=self.seed),
         }
-        with self.phase("orthonormal basis"):
-            _ = head.columns if self.checks != ("spectrum",) else head.svd
+        with self.phase("spectrum and basis"):
+            _ = head.columns if any(MEASUREMENTS[name].needs_basis for name in self.checks) else head.svd
         return [made[name]() for name in self.checks]
 
     def _stream(self, record: Record, model: Any, tokenizer: Any, accumulators: list[diagnostics.Accumulator]) -> None:

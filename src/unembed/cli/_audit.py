@@ -21,6 +21,7 @@ def add_to(commands: Any) -> None:
         help="measure the output layer of a model and write a report",
         description="Measure the output layer of each MODEL: is it loaded right, what rank has it, what part of the "
         "gradient passes. Writes report.html, audit.json and the tables.",
+        usage="unembed audit [MODEL ...] [--text FILE ... | --dataset NAME] [options]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -55,7 +56,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--norm",
-        choices=["rms", "rms1p", "layer", "none"],
+        choices=["rms", "rms1p", "layer", "layer1p", "none"],
         help="kind of the final norm, where the model's family is unknown",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")

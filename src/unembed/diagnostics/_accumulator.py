@@ -26,6 +26,7 @@ class Accumulator(ABC):
     code: ClassVar[str]
     title: ClassVar[str]
     needs_text: ClassVar[bool] = True
+    needs_basis: ClassVar[bool] = False  # whether `head.columns` will be asked for
     sums: ClassVar[tuple[str, ...]] = ()  # attributes that add up when two halves merge
 
     def __init__(self, head: LinearHead) -> None:

@@ -36,6 +36,7 @@ class Coefficients(Accumulator):
     name = "coefficients"
     code = "UNE104"
     title = "Coefficients of the gradient, in order of size"
+    needs_basis = True
     sums = ("_tokens", "_sums")
 
     def __init__(self, head: LinearHead, *, every: int = 1) -> None:

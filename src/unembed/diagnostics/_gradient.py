@@ -39,6 +39,7 @@ class Gradient(Accumulator):
     name = "gradient"
     code = "UNE103"
     title = "Logit gradient that passes the head"
+    needs_basis = True
     sums = ("_documents", "_targets")
 
     def __init__(self, head: LinearHead, *, seed: int = 0) -> None:

@@ -43,6 +43,7 @@ class LogprobRank(Accumulator):
     name = "logprob_rank"
     code = "UNE102"
     title = "Rank of the log-probability matrix"
+    needs_basis = True
     sums = ("_tokens", "_residual")
 
     def __init__(self, head: LinearHead, *, every: int = 1, seed: int = 0, hidden_eps: float = 2**-23) -> None:
