@@ -191,6 +191,8 @@ def test_few_documents_give_no_interval_and_say_so(family_folder, documents):
         ({"checks": ["gradients"]}, "`checks` takes names"),
         ({"checks": []}, "`checks` takes names"),
         ({"tokens": 0}, "`tokens` must be at least 1"),
+        ({"context": 0}, "`context` must be at least 1"),
+        ({"seed": -1}, "`seed` must be at least 0"),
         ({"text": 5}, "`text` must be"),
     ],
 )
@@ -215,35 +217,63 @@ def test_the_demonstration_model_is_audited_and_saved(tmp_path):
     assert 1 < again.results["gradient"].values["centred"]["ratio"] < 2
 
 
-def test_an_interrupted_audit_goes_on_and_ends_with_the_same_numbers(family_folder, documents, tmp_path, monkeypatch):
-    from unembed._audit import _resume
-
-    monkeypatch.setattr(_resume, "_SECONDS", 0.0)
-    folder, file = family_folder("llama"), tmp_path / "kept"
-    whole = _audit(folder, documents, tokens=400)
-    seen: list[int] = []
-
+def _stopping(after: int, seen: list[int]):
     def stop(phase: str, done: int, _total: int) -> None:
         if phase == "measure" and done:
             seen.append(done)
-            if len(seen) == stop_after:
+            if len(seen) == after:
                 raise KeyboardInterrupt
 
-    from unembed.integrations import _run
+    return stop
 
-    monkeypatch.setattr(_run.hidden_states, "__kwdefaults__", {**_run.hidden_states.__kwdefaults__, "batch_tokens": 64})
-    stop_after = 3
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    from unembed.integrations import hidden_states
+
+    monkeypatch.setattr(hidden_states, "__kwdefaults__", {**hidden_states.__kwdefaults__, "batch_tokens": 64})
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_an_interrupted_audit_goes_on_and_ends_with_the_same_numbers(family_folder, documents, tmp_path):
+    folder, file, seen = family_folder("llama"), tmp_path / "kept", []
+    whole = _audit(folder, documents, tokens=400)
     with pytest.raises(KeyboardInterrupt):
-        _audit(folder, documents, tokens=400, resume=file, progress=stop)
-    assert file.exists()
-    with pytest.raises(InputError, match="another model, text or options"):
-        _audit(folder, documents, tokens=399, resume=file)
-    stop_after, before = -1, seen[1]
+        _audit(folder, documents, tokens=400, resume=file, progress=_stopping(3, seen))
+    assert file.exists()  # within the first minute: the interrupt itself wrote it
+    before = seen[1]  # the third chunk was half done and does not count
     seen.clear()
-    resumed = _audit(folder, documents, tokens=400, resume=file, progress=stop)
+    audit = unembed.audit(folder, text=documents, tokens=400, resume=file, progress=_stopping(-1, seen))
     assert seen[0] > before  # the first blocks were not run again
+    _assert_same_numbers(whole, audit.record)
+    assert file.exists()  # until the results are on disk
+    audit.save(tmp_path / "out")
     assert not file.exists()
-    _assert_same_numbers(whole, resumed)
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("changed", ["tokens", "documents", "body"])
+def test_a_kept_run_is_not_mixed_with_another(changed, family_folder, documents, tmp_path):
+    folder, file = family_folder("llama"), tmp_path / "kept"
+    with pytest.raises(KeyboardInterrupt):
+        _audit(folder, documents, tokens=400, resume=file, progress=_stopping(3, []))
+    options = {"tokens": 399 if changed == "tokens" else 400, "resume": file}
+    if changed == "documents":
+        documents = [*documents[:-1], type(documents[0])("text 9", "something else")]
+    if changed == "body":
+        shutil.copytree(folder, tmp_path / "other")
+        tensors = load_file(tmp_path / "other" / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"] *= 1.5
+        save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+        folder = tmp_path / "other"
+    with pytest.raises(InputError, match="another model, text or options"):
+        _audit(folder, documents, **options)
+
+
+def test_an_exhausted_text_is_said(family_folder, documents):
+    record = _audit(family_folder("llama"), documents, tokens=100_000)
+    assert record.provenance["tokens"] < record.provenance["tokens_requested"] == 100_000
+    assert [check.status for check in record.integrity if check.code == "UNE021"] == ["note"]
 
 
 def test_a_foreign_file_is_not_taken_for_a_kept_run(family_folder, documents, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unembed.diagnostics import Chunk, LinearHead, chunks
+from unembed.diagnostics import Chunk, LinearHead, chunks, full_precision
 
 
 def _randn(*shape, seed=0, dtype=torch.float64):
@@ -207,3 +207,21 @@ def test_a_chunk_computes_its_scores_once():
     chunk = Chunk(LinearHead(torch.eye(2)), torch.ones(1, 2), *(torch.zeros(1, dtype=torch.int64),) * 3)
     assert chunk.scores is chunk.scores
     assert chunk.unnormalised is chunk.unnormalised
+
+
+@pytest.mark.parametrize("allowed", ["old", "new"])
+def test_reduced_precision_is_put_aside_and_back_however_it_was_allowed(allowed):
+    backend = torch.backends.cuda.matmul
+    before = backend.fp32_precision
+    try:
+        if allowed == "old":
+            torch.set_float32_matmul_precision("high")
+        else:
+            backend.fp32_precision = "tf32"
+        with full_precision():
+            assert backend.fp32_precision == "ieee"
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert backend.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        backend.fp32_precision = before

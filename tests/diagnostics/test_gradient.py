@@ -217,3 +217,11 @@ def test_a_half_precision_head_measures_as_its_float64_copy(dtype):
     wide = _measured(LinearHead(weight.double()), hidden.double(), targets)
     for name in ("raw", "centred"):
         assert narrow.values[name]["kept"] == pytest.approx(wide.values[name]["kept"], rel=1e-5)
+
+
+def test_a_head_with_masked_ids_is_refused_rather_than_given_a_wrong_null():
+    bias = torch.zeros(20)
+    bias[5:] = -math.inf
+    result = _measured(LinearHead(_randn(20, 4).float(), bias=bias), _randn(6, 4).float(), torch.arange(6) % 5)
+    assert result.values is None
+    assert "leave their rows out" in result.reason

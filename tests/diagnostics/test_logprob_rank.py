@@ -238,3 +238,21 @@ def test_masked_ids_have_no_log_probability_matrix():
 def test_every_below_one_is_an_error():
     with pytest.raises(ValueError, match="`every` must be at least 1, got 0"):
         LogprobRank(LinearHead(torch.eye(2)), every=0)
+
+
+@pytest.mark.parametrize("tokens", [200, 4000])
+def test_rounded_hidden_states_of_low_rank_keep_their_rank_at_any_number_of_tokens(tokens):
+    # The rounding of H has the shape of H: its singular values do not fall with V.
+    head = LinearHead(_randn(1500, 48).float())
+    hidden = (_randn(tokens, 4, seed=1) @ _randn(4, 48, seed=2)).bfloat16().float()
+    result = _measured(head, hidden, hidden_eps=2**-7)
+    assert result.values["centred"]["rank"] == 4
+    assert result.values["rank"] == 5
+    # Taken as exact float32 numbers, the rounded states have full rank.
+    assert _measured(head, hidden).values["rank"] == 49
+
+
+def test_a_factorised_head_in_half_precision_gives_the_rank_of_its_factors():
+    weight = (_randn(1500, 5) @ _randn(5, 40, seed=1)).bfloat16()
+    head = LinearHead(weight.float(), noise_eps=2**-7)
+    assert _measured(head, _randn(300, 40, seed=2).float()).values["rank"] == 6

@@ -204,5 +204,5 @@ def test_without_datasets_the_extra_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"unembed\[hf\]"):
+    with pytest.raises(InputError, match=r'needs datasets: pip install "unembed\[hf\]"'):
         read_dataset("any")

@@ -27,10 +27,12 @@ class Audit:
 
     Args:
         record: Everything that was found, as data.
+        resume: File with the sums of the run, removed once the audit is saved.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, *, resume: Path | None = None) -> None:
         self.record = record
+        self._resume = resume
 
     @property
     def results(self) -> dict[str, Result]:
@@ -45,7 +47,10 @@ class Audit:
         """
         from unembed import report
 
-        return self.record.save(folder, extra={"report.html": report.render(self.record)})
+        self.record.save(folder, extra={"report.html": report.render(self.record)})
+        if self._resume is not None:  # only now is the run on disk
+            self._resume.unlink(missing_ok=True)
+        return Path(folder)
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -88,8 +93,8 @@ def audit(
         seed: Seed of the document order, the bootstrap and the sketch.
         norm: Kind of the final norm where the model's family is unknown: `rms`, `rms1p`, `layer`, `layer1p` or `none`.
         revision: Branch, tag or commit of a hub model.
-        resume: File that keeps the sums so far, written about once a minute and removed at the end. If it exists and
-            belongs to the same audit, the measuring goes on from there.
+        resume: File that keeps the sums so far, written about once a minute and on an interrupt, removed by
+            `Audit.save`. If it exists and belongs to the same audit, the measuring goes on from there.
         progress: Called with a phase, the work done and the work in all.
 
     Raises:
@@ -97,8 +102,7 @@ def audit(
         IntegrityError: If the head fails a check, so that no number would be worth printing.
     """
     started, clock = datetime.now(UTC), time.perf_counter()
-    if tokens < 1:
-        raise InputError(f"`tokens` must be at least 1, got {tokens}.")
+    _check_numbers(tokens=tokens, context=context, seed=seed)
     if dtype not in get_args(Dtype):
         raise InputError(f"`dtype` must be one of {', '.join(get_args(Dtype))}, got {dtype!r}.")
     run = Run(
@@ -120,7 +124,13 @@ def audit(
     record.provenance["versions"] = _versions()
     seconds = {"total": round(time.perf_counter() - clock, 3), **run.phases}
     record.timing = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
-    return Audit(record)
+    return Audit(record, resume=run.resume)
+
+
+def _check_numbers(*, tokens: int, context: int, seed: int) -> None:
+    for name, value, least in (("tokens", tokens, 1), ("context", context, 1), ("seed", seed, 0)):
+        if value < least:
+            raise InputError(f"`{name}` must be at least {least}, got {value}.")
 
 
 def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:

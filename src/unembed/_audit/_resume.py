@@ -31,6 +31,7 @@ class Progressed:
         self._identity = json.dumps(identity, sort_keys=True)
         self._accumulators = accumulators
         self._last = time.monotonic()
+        self._snapshot: tuple[int, dict[str, Any]] | None = None
 
     def restore(self) -> int:
         """Predictions that are in the file already, their sums restored; 0 without a file.
@@ -58,19 +59,23 @@ class Progressed:
         return int(about["done"])
 
     def keep(self, done: int) -> None:
-        """Write the sums after `done` predictions, unless that was done within the last minute."""
-        if self._path is None or time.monotonic() - self._last < _SECONDS:
+        """Take a snapshot of the sums after `done` predictions; write it if none was written for a minute."""
+        if self._path is None:
             return
         tensors = {
             f"{accumulator.name}/{name}": tensor.contiguous()
             for accumulator in self._accumulators
             for name, tensor in accumulator.state().items()
         }
+        self._snapshot = (done, tensors)
+        if time.monotonic() - self._last >= _SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the last snapshot. After an interrupt the sums themselves may be half a chunk ahead of it."""
+        if self._path is None or self._snapshot is None:
+            return
+        done, tensors = self._snapshot
         with write_whole(self._path, "wb") as file:
             file.write(save(tensors, metadata={"identity": self._identity, "done": str(done)}))
         self._last = time.monotonic()
-
-    def finish(self) -> None:
-        """Remove the file: the run is done."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)

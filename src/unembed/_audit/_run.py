@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,9 +18,10 @@ from torch import nn
 
 from unembed import diagnostics, integrations
 from unembed._audit._resume import Progressed
+from unembed._version import __version__
 from unembed.integrations import Dtype
 from unembed.models import Unembedding
-from unembed.results import InputError, IntegrityError, Record
+from unembed.results import Check, InputError, IntegrityError, Record
 
 MEASUREMENTS: dict[str, type[diagnostics.Accumulator]] = {
     kind.name: kind
@@ -64,7 +66,19 @@ class Run:
         self.say(name, total, total)
 
     def measure(self) -> Record:
-        """Load, check, measure; with text where a measurement needs it."""
+        """Load, check, measure.
+
+        Raises:
+            InputError: If memory runs out, beside what `audit` lists.
+        """
+        try:
+            return self._measured()
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"{self.device}: out of memory while measuring; use --device cpu or a smaller --dtype."
+            ) from error
+
+    def _measured(self) -> Record:
         if any(MEASUREMENTS[name].needs_text for name in self.checks):
             record, head, model, tokenizer = self._opened()
             eps = torch.finfo(next(model.parameters()).dtype).eps
@@ -137,52 +151,92 @@ class Run:
 
     def _stream(self, record: Record, model: Any, tokenizer: Any, accumulators: list[diagnostics.Accumulator]) -> None:
         """Every prediction of the text through every accumulator."""
-        head = accumulators[0].head
-        progressed = Progressed(self.resume, self._identity(record), accumulators)
+        described = _described_text(self.text)
+        progressed = Progressed(self.resume, self._identity(record, model, tokenizer, described), accumulators)
         done = progressed.restore()
         workspace = diagnostics.Workspace()
         with self.phase("measure", self.tokens), diagnostics.full_precision(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The text is exhausted")  # the record says so
-            for block in integrations.hidden_states(
-                model,
-                tokenizer,
-                self.text,
-                tokens=self.tokens,
-                context=self.context,
-                seed=self.seed,
-                skip=done,
-            ):
-                index = torch.arange(done, done + len(block))
-                for chunk in diagnostics.chunks(
-                    head, block.hidden, block.targets, documents=block.documents, index=index, workspace=workspace
-                ):
-                    for accumulator in accumulators:
-                        accumulator.add(chunk)
-                    self.say("measure", int(chunk.index[-1]) + 1, self.tokens)
-                for accumulator in accumulators:
-                    if isinstance(accumulator, diagnostics.Saturation):
-                        accumulator.add_bytes(_text_bytes(tokenizer, block))
-                done += len(block)
-                progressed.keep(done)
-        progressed.finish()
+            warnings.filterwarnings("ignore", message="The text is exhausted")  # UNE021 says so
+            blocks = integrations.hidden_states(
+                model, tokenizer, self.text, tokens=self.tokens, context=self.context, seed=self.seed, skip=done
+            )
+            try:
+                for block in blocks:
+                    self._add(block, done, tokenizer, accumulators, workspace)
+                    done += len(block)
+                    progressed.keep(done)
+            except BaseException:
+                progressed.write()
+                raise
+        if done < self.tokens:
+            message = f"The text is exhausted after {done:,} of {self.tokens:,} predictions."
+            record.integrity.append(Check("UNE021", "note", message))
         record.provenance |= {
-            "device": str(head.weight.device),
+            "device": str(accumulators[0].head.weight.device),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "context": self.context,
             "tokens": done,
             "tokens_requested": self.tokens,
-            "text": self._text(),
+            "text": described,
         }
 
-    def _text(self) -> dict[str, Any]:
-        described = getattr(self.text, "describe", None)
-        return described() if described else {"kind": type(self.text).__name__}
+    def _add(
+        self,
+        block: integrations.Block,
+        done: int,
+        tokenizer: Any,
+        accumulators: list[diagnostics.Accumulator],
+        workspace: diagnostics.Workspace,
+    ) -> None:
+        """One block of predictions, the first of them number `done`, into all accumulators."""
+        cut = diagnostics.chunks(
+            accumulators[0].head,
+            block.hidden,
+            block.targets,
+            documents=block.documents,
+            index=torch.arange(done, done + len(block)),
+            workspace=workspace,
+        )
+        for chunk in cut:
+            for accumulator in accumulators:
+                accumulator.add(chunk)
+            self.say("measure", int(chunk.index[-1]) + 1, self.tokens)
+        for accumulator in accumulators:
+            if isinstance(accumulator, diagnostics.Saturation):
+                accumulator.add_bytes(_text_bytes(tokenizer, block))
 
-    def _identity(self, record: Record) -> dict[str, Any]:
+    def _identity(self, record: Record, model: Any, tokenizer: Any, text: dict[str, Any]) -> dict[str, Any]:
         """What must be equal for the sums of an interrupted run to go on with."""
-        names = ("tokens", "checks", "context", "dtype", "seed")
-        model = {name: record.model[name] for name in ("source", "hash")}
-        return {"model": model, "text": self._text(), **{name: getattr(self, name) for name in names}}
+        names = ("tokens", "checks", "context", "device", "dtype", "seed", "revision")
+        return {
+            "version": __version__,
+            "head": record.model["hash"],
+            "body": _fingerprint(model),
+            "tokenizer": [type(tokenizer).__name__, len(tokenizer)],
+            "text": text,
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+def _described_text(documents: Any) -> dict[str, Any]:
+    """What identifies a text: its own description, or the number and digest of documents in memory."""
+    if hasattr(documents, "describe"):
+        return documents.describe()
+    if not isinstance(documents, Sized):
+        return {"kind": type(documents).__name__}
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(f"{document.id}\0{document.text}\0".encode("utf-8", errors="surrogatepass"))
+    return {"kind": "documents", "number": len(documents), "sha256": digest.hexdigest()}
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Digest of the first numbers of every parameter: tells two checkpoints apart without reading them whole."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        first = parameter.detach().flatten()[:16].cpu().to(torch.float64)
+        digest.update(f"{name} {tuple(parameter.shape)} {first.tolist()}".encode())
+    return digest.hexdigest()
 
 
 def _equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
@@ -195,8 +249,9 @@ def _equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _text_bytes(tokenizer: Any, block: integrations.Block) -> int:
-    """Bytes of the text that the targets of a block stand for."""
+    """Bytes of the text that the targets of a block stand for; off by up to 3 a window where it cuts a character."""
     starts = (block.windows.diff() != 0).nonzero().flatten().add(1).tolist()
     ids = block.targets.tolist()
     pieces = (ids[start:end] for start, end in pairwise([0, *starts, len(ids)]))
-    return sum(len(tokenizer.decode(piece).encode("utf-8", errors="replace")) for piece in pieces)
+    texts = (tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces)
+    return sum(len(text.encode("utf-8", errors="replace")) for text in texts)

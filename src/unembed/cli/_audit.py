@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from unembed.cli._output import drop_output
 
 if TYPE_CHECKING:
     from unembed.results import Record
 
 _CHECKS = "spectrum,logprob_rank,gradient,coefficients,saturation"
 _NEVER = "never"
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 def add_to(commands: Any) -> None:
@@ -27,6 +32,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help="folder, hub id or GGUF file; the demonstration model"
     )
+    _add_text(parser)
+    _add_measuring(parser)
+    _add_outcome(parser)
+    parser.set_defaults(run=functools.partial(run, parser))
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--text", nargs="+", type=Path, metavar="FILE", help="plain text or JSONL (field `text`) to measure on"
@@ -36,60 +48,86 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--field", default="text", help="field of a JSONL line or dataset row that holds the text (text)"
     )
-    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="predictions to measure on (8192)")
-    parser.add_argument("--context", type=int, default=512, metavar="N", help="longest window, in tokens (512)")
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=_whole(1), default=8192, metavar="N", help="predictions to measure on (8192)")
+    parser.add_argument("--context", type=_whole(1), default=512, metavar="N", help="longest window, in tokens (512)")
     parser.add_argument("--checks", default=_CHECKS, metavar="A,B", help=f"measurements to make ({_CHECKS})")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (out/NAME)")
-    parser.add_argument(
-        "--fail-on",
-        choices=[_NEVER, "info", "warning", "error"],
-        default=_NEVER,
-        metavar="SEVERITY",
-        help="exit with 1 on a finding of this severity or worse: info, warning, error (never)",
-    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (cpu)")
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=["float32", "bfloat16", "float16", "float64"],
-        help="in what the body runs (float32)",
-    )
+    parser.add_argument("--dtype", default="float32", choices=_DTYPES, help="in what the body runs (float32)")
     parser.add_argument(
         "--norm",
         choices=["rms", "rms1p", "layer", "layer1p", "none"],
         help="kind of the final norm, where the model's family is unknown",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of document order, bootstrap and sketches (0)")
+    parser.add_argument(
+        "--seed",
+        type=_whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="seed of document order, bootstrap and sketches (0)",
+    )
+
+
+def _add_outcome(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (out/NAME)")
+    parser.add_argument(
+        "--fail-on",
+        choices=[_NEVER, "info", "warning", "error"],
+        default=_NEVER,
+        metavar="SEVERITY",
+        help="exit with 1 on a finding of this severity or worse: info, warning, error (never); a warning of an "
+        "integrity check counts as a warning",
+    )
     parser.add_argument(
         "--resume", action="store_true", help="keep the sums so far in DIR, and go on from them after an interrupt"
     )
-    parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def _whole(least: int, most: int | None = None) -> Any:
+    """A type for argparse, which puts the option's name in front of the message."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected a whole number {wanted}, got {text[:40]!r}")
+        return value
+
+    return parse
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Audit every model; 1 if a finding reaches `--fail-on`."""
+    from unembed import report
+    from unembed.cli._folders import folders
     from unembed.cli._progress import Progress
-    from unembed.cli._summary import print_summary
 
+    report.check_installed()
     worst = 0
-    for model in options.models or [None]:
+    for model, folder in folders(options.models, options.out):
+        kept = folder / ".unembed-resume" if options.resume else None
         try:
             with Progress() as progress:
-                audit = _audit(model, options, progress)
+                audit = _audit(model, options, kept, progress)
         except KeyboardInterrupt:
-            if options.resume:
-                raise KeyboardInterrupt("the sums so far are kept, the same command goes on from them") from None
-            raise
-        folder = _folder(model, options)
-        audit.record.provenance["command"] = _command(model, options)
+            if kept is None:
+                raise
+            left = f"the sums so far are kept in {kept}; the same command goes on from them"
+            raise KeyboardInterrupt(left if kept.exists() else "nothing was kept yet") from None
+        audit.record.provenance["command"] = _command(parser, options, model, folder)
         audit.save(folder)
-        print_summary(audit.record, folder)
+        _show(audit.record, folder)
         worst = max(worst, _reaches(audit.record, options.fail_on))
     return worst
 
 
-def _audit(model: str | None, options: argparse.Namespace, progress: Any) -> Any:
+def _audit(model: str | None, options: argparse.Namespace, kept: Path | None, progress: Any) -> Any:
     import unembed
     from unembed.text import read_dataset, read_files
 
@@ -110,33 +148,44 @@ def _audit(model: str | None, options: argparse.Namespace, progress: Any) -> Any
         seed=options.seed,
         norm=options.norm,
         revision=options.revision,
-        resume=_folder(model, options) / ".unembed-resume" if options.resume else None,
+        resume=kept,
         progress=progress,
     )
 
 
-def _folder(model: str | None, options: argparse.Namespace) -> Path:
-    """`--out`, with a folder a model below it when there are several."""
-    from unembed.results import safe_name
+def _show(record: Record, folder: Path) -> None:
+    """The summary, to whoever still reads: the files are written, so a closed pipe is no failure."""
+    from unembed.cli._summary import print_summary
 
-    name = (
-        "demonstration" if model is None else safe_name(Path(model).resolve().name if Path(model).exists() else model)
-    )
-    if options.out is None:
-        return Path("out") / name
-    return options.out / name if len(options.models) > 1 else options.out
+    try:
+        with contextlib.suppress(SystemExit):  # rich's own answer to a closed pipe
+            print_summary(record, folder)
+    except BrokenPipeError:
+        drop_output()
 
 
-def _command(model: str | None, options: argparse.Namespace) -> str:
-    """The command line that repeats this audit."""
-    given = [argument for argument in options.arguments if argument not in options.models]
-    return shlex.join(["unembed", given[0], *([model] if model else []), *given[1:]])
+def _command(parser: argparse.ArgumentParser, options: argparse.Namespace, model: str | None, folder: Path) -> str:
+    """The command line that repeats the audit of this one model: what differs from the defaults."""
+    words = ["unembed", "audit", *([model] if model else [])]
+    given = vars(options) | ({"out": folder} if len(options.models) > 1 else {})
+    for name, value in given.items():
+        if name == "models" or value == parser.get_default(name):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, list):
+            words += [option, *map(str, value)]
+        elif value is True:
+            words.append(option)
+        else:  # a value that looks like an option stays attached to its own
+            words += [f"{option}={value}"] if str(value).startswith("-") else [option, str(value)]
+    return shlex.join(words)
 
 
 def _reaches(record: Record, severity: str) -> int:
     from unembed.results import SEVERITIES
 
-    worst = record.worst()
-    if severity == _NEVER or worst is None:
+    found = [finding.severity for finding in record.findings]
+    found += ["warning" for check in record.integrity if check.status == "warning"]
+    if severity == _NEVER:
         return 0
-    return int(SEVERITIES.index(worst) >= SEVERITIES.index(severity))
+    return int(any(SEVERITIES.index(one) >= SEVERITIES.index(severity) for one in found))

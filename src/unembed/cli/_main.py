@@ -6,24 +6,33 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from unembed._version import __version__
 from unembed.cli import _audit
+from unembed.cli._output import drop_output, flush, printable, say
 
 COMMANDS = (_audit,)
 _DONE, _BAD, _INTERRUPTED = 0, 2, 130
+_EXTRAS = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "datasets": "hf",
+    "gguf": "hf",
+    "accelerate": "hf",
+    "plotly": "report",
+    "jinja2": "report",
+    "markupsafe": "report",
+    "rich": "cli",
+}
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse with one line an error."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_BAD, f"unembed: {message}; `{self.prog} --help` lists what it takes\n")
+        self.exit(_BAD, f"unembed: {printable(message)}; `{self.prog} --help` lists what it takes\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,20 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     try:
         options = parser.parse_args(arguments)
-        options.arguments = list(sys.argv[1:] if arguments is None else arguments)
         return options.run(options)
     except KeyboardInterrupt as interrupt:
-        _say(f"interrupted; {str(interrupt) or 'no half-written file is left'}")
+        say(f"interrupted; {str(interrupt) or 'no half-written file is left'}")
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away: not our failure, and nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:  # the reader of our output went away before we were done; nobody is left to tell
+        drop_output()
+        return _BAD
     except Exception as error:
         line = _one_line(error)
         if line is None:
             raise
-        _say(line)
+        say(line)
         return _BAD
+    finally:
+        flush()
 
 
 def _one_line(error: Exception) -> str | None:
@@ -58,8 +68,16 @@ def _one_line(error: Exception) -> str | None:
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror or error}"
-    return " ".join(str(error).split()) if isinstance(error, InputError) else None
+    said = " ".join(str(error).split())
+    if isinstance(error, InputError):
+        return said
+    return _missing(error, said) if isinstance(error, ImportError) else None
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(f"unembed: {line}\n")
+def _missing(error: ImportError, said: str) -> str | None:
+    """The line for an optional package that is missing or broken; None for any other import."""
+    if 'pip install "unembed[' in said:
+        return said
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(package)
+    return f'{package} cannot be imported ({said}): pip install "unembed[{extra}]"' if extra else None

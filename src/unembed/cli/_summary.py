@@ -2,73 +2,109 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from unembed.cli._output import printable
 from unembed.cli._rich import rich_module
 from unembed.results import Record
 
 _STYLE = {"info": "cyan", "warning": "yellow", "error": "red"}
+_COLUMNS = ("measured", "value", "null, bound or tolerance", "95 % interval")
+_TABLE_FITS = 72  # characters; below that a cell is a few letters wide
 
 
 def print_summary(record: Record, folder: Path) -> None:
     """Print integrity, numbers with their null or tolerance, findings, and where the files are."""
     console = rich_module("console").Console()
-    text = rich_module("text").Text
-    table = rich_module("table").Table(title=text(f"Audit of {record.model['source']}"), title_justify="left")
-    for column in ("measured", "value", "null, bound or tolerance", "95 % interval"):
-        table.add_column(column)
-    for row in _rows(record):
-        table.add_row(*(text(cell) for cell in row))
-    console.print(table)
+
+    def line(said: str, style: str = "", **more: Any) -> None:
+        console.print(rich_module("text").Text(printable(said), style=style), **more)
+
+    title = f"Audit of {record.model['source']}"
+    if console.width < _TABLE_FITS:
+        line(title)
+        for row in _rows(record):
+            line("  ".join(cell for cell in row if cell))
+    else:
+        console.print(_table(title, _rows(record)))
+    line(f"integrity: {_integrity(record)}")
     for check in record.integrity:
         if check.status in ("warning", "failed"):
-            console.print(text(f"{check.code} {check.status}: {check.message}", style="yellow"))
+            line(f"{check.code} {check.status}: {check.message}", "yellow")
+    measured, wanted = record.provenance.get("tokens"), record.provenance.get("tokens_requested")
+    if measured is not None and wanted is not None and measured < wanted:
+        line(f"measured on {measured:,} of {wanted:,} predictions: the text is exhausted", "yellow")
     for finding in record.findings:
-        console.print(text(f"{finding.code} {finding.severity}: {finding.title}", style=_STYLE[finding.severity]))
-    console.print(text(f"Report: {folder / 'report.html'}\nData:   {folder / 'audit.json'}"), soft_wrap=True)
+        line(f"{finding.code} {finding.severity}: {finding.title}", _STYLE[finding.severity])
+    line(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    line(f"Data:   {folder / 'audit.json'}", soft_wrap=True)
+
+
+def _table(title: str, rows: list[tuple[str, str, str, str]]) -> Any:
+    text = rich_module("text").Text
+    table = rich_module("table").Table(title=text(printable(title)), title_justify="left")
+    for column in _COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(text(printable(cell)) for cell in row))
+    return table
+
+
+def _integrity(record: Record) -> str:
+    """`11 ok, 1 note`."""
+    counts = Counter(check.status for check in record.integrity)
+    return ", ".join(f"{number} {status}" for status, number in counts.most_common()) or "no checks"
 
 
 def _rows(record: Record) -> list[tuple[str, str, str, str]]:
     head = record.head
     shape = f"{head['vocab_rows']:,} rows x {head['in_features']:,}"
     tokens = "tokenizer unknown" if head["vocab_tokens"] is None else f"tokenizer {head['vocab_tokens']:,}"
-    rows = [("head", f"{shape}, {'tied' if head['tied'] else 'untied'}, {head['dtype']}", tokens, "")]
     values = {name: result.values for name, result in record.results.items() if result.values is not None}
+    return [
+        ("head", f"{shape}, {'tied' if head['tied'] else 'untied'}, {head['dtype']}", tokens, ""),
+        *_ranks(values, head["in_features"]),
+        *_gradient(values.get("gradient", {})),
+        *_predictions(values.get("saturation")),
+    ]
+
+
+def _ranks(values: dict[str, Any], width: int) -> list[tuple[str, str, str, str]]:
+    rows = []
     if "spectrum" in values:
         found = values["spectrum"]
-        rows.append(
-            ("rank of W", f"{found['rank']:,}", f"D = {head['in_features']:,}, tolerance {found['tolerance']:.2g}", "")
-        )
+        rows.append(("rank of W", f"{found['rank']:,}", f"D = {width:,}, tolerance {found['tolerance']:.2g}", ""))
     if "logprob_rank" in values:
         found = values["logprob_rank"]
         bound = "no bound (soft-cap)" if found["bound"] is None else f"bound {found['bound']:,}"
         rows.append(("rank of log P", f"{found['rank']:,}", f"{bound}, tolerance {found['tolerance']:.2g}", ""))
-    for convention in ("raw", "centred"):
-        found = values.get("gradient", {}).get(convention)
-        if found:
-            rows.append(
-                (
-                    f"gradient kept, {convention}",
-                    f"{found['kept']:.4f}",
-                    f"random subspace {found['kept_null']:.4f}",
-                    "",
-                )
-            )
-            rows.append(("  ratio to the null", f"{found['ratio']:.3f}", "1", _interval(found["ratio_ci95"])))
-    if "saturation" in values:
-        found = values["saturation"]
-        rows.append(("loss, nats", f"{found['loss']['mean']:.4f}", "", _interval(found["loss"]["ci95"])))
-        rows.append(
-            (
-                "entropy, nats",
-                f"{found['entropy']['mean']:.4f}",
-                f"uniform {found['entropy_uniform']:.2f}",
-                _interval(found["entropy"]["ci95"]),
-            )
-        )
     return rows
 
 
-def _interval(ends: Any) -> str:
-    return f"{ends[0]:.4g} to {ends[1]:.4g}" if ends else "too few documents"
+def _gradient(values: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for convention in ("raw", "centred"):
+        found = values.get(convention)
+        if found:
+            null = f"random subspace {found['kept_null']:.4f}"
+            why = values["interval"] if values["interval"].startswith("none") else "none"
+            rows.append((f"gradient kept, {convention}", f"{found['kept']:.4f}", null, ""))
+            rows.append(("  ratio to the null", f"{found['ratio']:.3f}", "1", _interval(found["ratio_ci95"], why)))
+    return rows
+
+
+def _predictions(values: dict[str, Any] | None) -> list[tuple[str, str, str, str]]:
+    if values is None:
+        return []
+    loss, entropy = values["loss"], values["entropy"]
+    uniform = f"uniform {values['entropy_uniform']:.2f}"
+    return [
+        ("loss, nats", f"{loss['mean']:.4f}", "", _interval(loss["ci95"])),
+        ("entropy, nats", f"{entropy['mean']:.4f}", uniform, _interval(entropy["ci95"])),
+    ]
+
+
+def _interval(ends: Any, without: str = "none") -> str:
+    return f"{ends[0]:.4g} to {ends[1]:.4g}" if ends else without

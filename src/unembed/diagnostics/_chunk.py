@@ -152,12 +152,15 @@ class Chunk:
 @contextmanager
 def full_precision() -> Generator[None]:
     """Products of float32 matrices in float32, whatever the user allows elsewhere (TF32 keeps three digits)."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def chunks(
@@ -213,6 +216,6 @@ def chunks(
         raise InputError(f"`hidden` holds NaN or infinity in {bad} of {len(kept)} predictions: a wider dtype may help.")
     if len(kept) == 0:
         return
-    for part in kept.split(max(1, _SCORE_ELEMENTS // head.vocab) if rows is None else rows):
+    for part in kept.split(max(1, _SCORE_ELEMENTS // head.rows) if rows is None else rows):
         inside = hidden[part.to(hidden.device)].to(device)
         yield Chunk(head, inside, targets[part], documents[part], index[part], workspace=workspace)

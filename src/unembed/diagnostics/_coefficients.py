@@ -73,6 +73,8 @@ class Coefficients(Accumulator):
 
     def result(self) -> Result:
         """The profile, and the share of the energy in the largest coefficients."""
+        if self.head.masked:
+            return self._nothing("the bias masks ids with -inf: leave their rows out of the weight")
         if self._tokens == 0:
             return self._nothing("no prediction was sampled")
         starts, ends = np.array(self._edges[:-1]), np.array(self._edges[1:])

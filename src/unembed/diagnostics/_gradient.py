@@ -62,6 +62,8 @@ class Gradient(Accumulator):
 
     def result(self) -> Result:
         """Both conventions with null, ratio and interval; kept share by how often the target occurs."""
+        if self.head.masked:
+            return self._nothing("the bias masks ids with -inf: leave their rows out of the weight")
         total = self._documents.total()
         if not total[_FULL] > 0:
             return self._nothing("no prediction with a gradient was seen")

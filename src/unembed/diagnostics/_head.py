@@ -88,6 +88,16 @@ class LinearHead:
         return self.weight.shape[0]
 
     @property
+    def rows(self) -> int:
+        """V and the padding rows."""
+        return self.vocab + (0 if self.extra_rows is None else len(self.extra_rows))
+
+    @property
+    def masked(self) -> bool:
+        """Whether the bias gives ids probability 0; null and basis would count their rows all the same."""
+        return self.bias is not None and bool((self.bias == -torch.inf).any())
+
+    @property
     def width(self) -> int:
         """D: size of a hidden state."""
         return self.weight.shape[1]

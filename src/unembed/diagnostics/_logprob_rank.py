@@ -27,6 +27,8 @@ from unembed.results import Finding, Result, Table
 
 _LEVELS = tuple(10.0**-power for power in range(1, 9))
 _OWN_ROUNDING = 8 * torch.finfo(torch.float64).eps  # singular values below this, relative, are that of our arithmetic
+# What rounding the hidden states to their dtype can do to A, or what our own arithmetic does if that is more.
+_RULE = "max(eps(hidden dtype) ||H||_F (1/sqrt(N) + 1/sqrt(D)) / sqrt(3) * scale * s_1(W), 8 eps(float64) ||A||_F)"
 _PIECE = 1 << 15  # rows of W taken to float64 at a time
 
 
@@ -44,7 +46,7 @@ class LogprobRank(Accumulator):
     code = "UNE102"
     title = "Rank of the log-probability matrix"
     needs_basis = True
-    sums = ("_tokens", "_residual")
+    sums = ("_tokens", "_energy", "_residual")
 
     def __init__(self, head: LinearHead, *, every: int = 1, seed: int = 0, hidden_eps: float = 2**-23) -> None:
         super().__init__(head)
@@ -52,6 +54,7 @@ class LogprobRank(Accumulator):
             raise ValueError(f"`every` must be at least 1, got {every}.")
         self._every, self._eps = every, hidden_eps
         self._tokens = 0
+        self._energy = torch.zeros((), dtype=torch.float64)  # of the hidden states
         self._factor: Tensor | None = None
         self._residual = torch.zeros(3, dtype=torch.float64)  # tokens, energy outside the span, energy
         self._masked = head.bias is not None and not bool(torch.isfinite(head.bias).all())
@@ -63,6 +66,7 @@ class LogprobRank(Accumulator):
         if self._masked:
             return
         self._tokens += len(chunk)
+        self._energy += ops.squared_norms(chunk.hidden).sum()
         lse = (chunk.total.log() + chunk.peak).cpu().to(torch.float64)
         if self._sketch is None:
             scaled = chunk.hidden.cpu().to(torch.float64) * self.head.scale
@@ -122,7 +126,7 @@ class LogprobRank(Accumulator):
         else:
             raw = centred = torch.linalg.svdvals(self._factor)
         columns = self.head.vocab if self._sketch is None else self._sketch.width
-        noise = self._noise(raw, columns)
+        noise, noise_centred = (self._noise(values, stretch) for values, stretch in self._stretches(raw, centred))
         rank = int((raw > noise).sum())
         size = min(self._tokens, columns)
         values: dict[str, Any] = {
@@ -132,14 +136,18 @@ class LogprobRank(Accumulator):
             "limit": size if self._sketch is None else min(size, self._factor.shape[1]),
             "bound": self.head.rank_bound,
             "tolerance": noise,
-            "tolerance_rule": "||A||_F * max(eps(hidden dtype) * (1/sqrt(N) + 1/sqrt(V)) / sqrt(3), 8 eps(float64))",
+            "tolerance_rule": _RULE,
             "largest": float(raw[0]),
             "smallest_above_tolerance": float(raw[rank - 1]) if rank else None,
             "rank_at": {f"{level:.0e}": int((raw > level * raw[0]).sum()) for level in _LEVELS},
             **effective_ranks(raw.numpy()),
             "centred": None
             if self._sketch is not None
-            else {"rank": int((centred > self._noise(centred, columns)).sum()), **effective_ranks(centred.numpy())},
+            else {
+                "rank": int((centred > noise_centred).sum()),
+                "tolerance": noise_centred,
+                **effective_ranks(centred.numpy()),
+            },
             "residual": math.sqrt(float(self._residual[1] / self._residual[2])) if self._residual[2] > 0 else None,
             "residual_tokens": int(self._residual[0]),
         }
@@ -147,10 +155,24 @@ class LogprobRank(Accumulator):
             self.name, self.code, self.title, values, (_table(raw, centred, size),), (_finding(values, self.head),)
         )
 
-    def _noise(self, values: Tensor, columns: int) -> float:
-        frobenius = float(torch.linalg.vector_norm(values))
-        stored = self._eps * (1 / math.sqrt(self._tokens) + 1 / math.sqrt(columns)) / math.sqrt(3)
-        return frobenius * max(stored, _OWN_ROUNDING)
+    def _stretches(self, raw: Tensor, centred: Tensor) -> list[tuple[Tensor, float]]:
+        """Singular values, and how much the head can stretch an error in a hidden state, raw and row-centred."""
+        svd = self.head.svd
+        sketch = 1.0 if self._sketch is None else self._sketch.norm
+        scale = self.head.scale * sketch
+        return [(raw, scale * float(svd.values_raw[0])), (centred, scale * float(svd.values[0]))]
+
+    def _noise(self, values: Tensor, stretch: float) -> float:
+        """Size of a singular value that rounding the hidden states can produce (`_RULE`)."""
+        tokens, width = self._tokens, self.head.width
+        # Twice the norm expected of a matrix of independent rounding errors, which has the shape of H, not of A.
+        errors = self._eps * math.sqrt(float(self._energy)) * (1 / math.sqrt(tokens) + 1 / math.sqrt(width))
+        own = _OWN_ROUNDING * float(torch.linalg.vector_norm(values))
+        if self._sketch is not None:  # scores come in float32 one by one, so their rounding has the shape of A
+            own = max(
+                own, 2**-23 * float(torch.linalg.vector_norm(values)) / math.sqrt(min(tokens, self._sketch.width))
+            )
+        return max(errors / math.sqrt(3) * stretch, own)
 
     def _singular_values(self) -> tuple[Tensor, Tensor]:
         """Singular values of `A`, and of `A` with the mean of each row taken out."""
@@ -160,7 +182,8 @@ class LogprobRank(Accumulator):
         last = torch.zeros(1, svd.right.shape[1] + 2, dtype=torch.float64)
         last[0, -2] = root
         # Rows: the columns of [W, b, 1]; columns: coordinates along [U, 1/sqrt(V), the part of b outside both].
-        right = [torch.cat([svd.right * svd.values, root * svd.mean[:, None], torch.zeros(len(svd.mean), 1)], dim=1)]
+        real = torch.where(svd.values > svd.noise, svd.values, 0.0)
+        right = [torch.cat([svd.right * real, root * svd.mean[:, None], torch.zeros(len(svd.mean), 1)], dim=1)]
         if self._bias is not None:
             right.append(
                 torch.cat([self._bias.inside, last.new_tensor([root * self._bias.mean, self._bias.outside])])[None]
@@ -202,6 +225,9 @@ class _Sketch:
         # Every bucket is hit: a permutation, cut into V / m rounds.
         self._bucket = (torch.randperm(head.vocab, generator=generator) % self.width).to(head.weight.device)
         self._factor = torch.randn(head.vocab, generator=generator).to(head.weight.device)
+        columns = torch.zeros(self.width, dtype=torch.float64)
+        columns.index_add_(0, self._bucket.cpu(), self._factor.cpu().to(torch.float64).square())
+        self.norm = math.sqrt(float(columns.max()))  # the columns do not overlap
 
     def rows(self, scores: Float[Tensor, "n V"], lse: Float[Tensor, " n"]) -> Float[Tensor, "n m"]:
         """Sketched log-probabilities in float64."""

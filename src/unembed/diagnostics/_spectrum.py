@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from unembed import ops
 from unembed.diagnostics._accumulator import Accumulator
@@ -62,7 +61,7 @@ class Spectrum(Accumulator):
         """The same with the padding rows, where there are any."""
         if self.head.extra_rows is None:
             return None
-        svd = ops.tall_svd(torch.cat([self.head.weight, self.head.extra_rows]), noise_eps=self.head.noise_eps)
+        svd = ops.tall_svd([self.head.weight, self.head.extra_rows], noise_eps=self.head.noise_eps)
         return {
             "rows": svd.rows,
             **_summary(svd.values_raw.numpy(), svd.rank_raw),

@@ -12,8 +12,9 @@ import torch
 from unembed.integrations._errors import out_of_memory
 from unembed.integrations._gguf import read_once
 from unembed.integrations._quiet import quiet
+from unembed.models import is_saved_head
 from unembed.results import InputError
-from unembed.text._source import one_line
+from unembed.text import one_line
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16", "auto"]
 
@@ -31,16 +32,20 @@ def open_model(
 
     Raises:
         InputError: If the source or its tokenizer is missing or broken, the architecture is unknown to transformers
-            or not a causal language model, a weight is missing from the files, the device is not there, or memory
-            runs out.
-        ImportError: If transformers is not installed.
+            or not a causal language model, a weight is missing from the files, the device is not there, memory runs
+            out, or transformers or another package that the checkpoint needs is not installed.
     """
     place = resolve_device(device)
     try:
         import transformers
     except ImportError as error:
-        raise ImportError('Running a model needs transformers: pip install "unembed[hf]"') from error
+        raise InputError('Running a model needs transformers: pip install "unembed[hf]"') from error
     where, gguf = _locate(source)
+    if gguf is None and is_saved_head(Path(where)):
+        raise InputError(
+            f"{source}: holds a head alone (Unembedding.save wrote it), and text needs the whole model; "
+            "use `--checks spectrum`, or give the model's folder."
+        )
     options: dict[str, Any] = {"trust_remote_code": False} | ({"revision": revision} if revision else {})
     options |= {"gguf_file": gguf} if gguf else {}
     with quiet(stderr=bool(gguf)), read_once() if gguf else contextlib.nullcontext(), _as_input_errors(source):
@@ -147,11 +152,13 @@ def _open_tokenizer(source: str | Path, where: str, config: Any, options: dict[s
 
 @contextlib.contextmanager
 def _as_input_errors(source: str | Path) -> Generator[None]:
-    """What transformers raises for a bad checkpoint, as `InputError`; its own `ImportError`s say what to install."""
+    """What transformers raises for a bad checkpoint, as `InputError`."""
     try:
         yield
-    except (InputError, ImportError):
+    except InputError:
         raise
+    except ImportError as error:  # sentencepiece, accelerate, ...: transformers says what to install
+        raise InputError(f"{source}: {one_line(error)}.") from error
     except Exception as error:  # OSError, ValueError, RuntimeError, KeyError, SafetensorError, ...: no common family
         if "custom code" in str(error) or "trust_remote_code" in str(error):
             raise InputError(f"{source}: brings its own model code, which unembed never runs.") from error

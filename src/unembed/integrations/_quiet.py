@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Generator
 
-from unembed.text._source import quiet_loggers
+from unembed.text import quiet_loggers
 
 _LOGGERS = ("transformers", "huggingface_hub", "accelerate", "gguf", "httpx", "urllib3")
 

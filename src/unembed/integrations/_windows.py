@@ -13,14 +13,14 @@ until exactly `tokens` predictions are planned (the last window is cut) or the t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Container, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unembed.results import InputError
-from unembed.text._source import Document
+from unembed.text import Document, check_documents, require_document
 
 _SETTLED = 64  # tokens dropped at the end of a cut text: the cut may have changed them
 
@@ -56,29 +56,41 @@ def plan_windows(
     tokenised from its start as far as the rounds so far need, in steps that double, so a long document is never
     tokenised whole for a few windows of it and a source is read again only at rounds 1, 2, 4, 8, ...
 
+    Between the readings, 4 bytes are held for each token of the windows to come until the next one, and for one more
+    a document: at round `r` no more than have been planned so far, so `4 * tokens` bytes at most.
+
     Args:
         tokenizer: A transformers tokenizer.
         documents: Gives the same documents each time it is iterated.
         tokens: Predictions in all.
         context: Most predictions in one window.
         seed: Of the shuffle.
+
+    Raises:
+        InputError: If `documents` can be read only once, or an item is not a `Document`.
     """
+    check_documents(documents)
     length = window_length(tokens, context)
-    leading = leading_ids(tokenizer)
+    leading = np.asarray(leading_ids(tokenizer), dtype=np.int64)
+    first = max(len(leading), 1)  # place of a document's first target
     order = _Order(documents, seed)
-    live: dict[int, np.ndarray] = {}  # documents that may have a next window -> their ids as far as tokenised
+    live: dict[int, np.ndarray] = {}  # documents that may have a next window -> ids from the one before its targets
     left, count, rounds, known = tokens, 0, 0, 0
     while left > 0 and (rounds == 0 or live):
         source: Iterable[tuple[int, np.ndarray]] = list(live.items())
         if rounds >= known:
             known = max(1, 2 * rounds)
-            source = order.read(tokenizer, live, rounds, known * length + max(len(leading), 1))
-        for document, ids in source:
-            window = _cut(ids, leading, rounds, length)
-            if window is None:
+            start = first + rounds * length - 1 if rounds else 0
+            source = order.read(tokenizer, None if rounds == 0 else live, slice(start, first + known * length))
+        for document, held in source:
+            # The beginning of a document has its leading tokens in it, a later window gets them again.
+            ids = np.concatenate([leading, held]) if rounds else held
+            start = len(leading) + 1 if rounds else first
+            targets = ids[start : start + length]
+            if len(targets) == 0:
                 live.pop(document, None)
                 continue
-            inputs, targets = window
+            inputs = ids[: start + len(targets) - 1]
             surplus = max(0, len(targets) - left)
             end = len(targets) - surplus
             yield Window(inputs[: len(inputs) - surplus], targets[:end], document, count)
@@ -87,7 +99,7 @@ def plan_windows(
             if left == 0:
                 return
             if len(targets) == length:
-                live[document] = ids
+                live[document] = ids[start + length - 1 :].astype(np.int32)
             else:
                 live.pop(document, None)
         rounds += 1
@@ -103,24 +115,12 @@ class _Order:
             random.Random(seed).shuffle(self.documents)
 
     def read(
-        self, tokenizer: Any, live: dict[int, np.ndarray], rounds: int, need: int
+        self, tokenizer: Any, numbers: Container[int] | None, part: slice
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Every document (in round 0) or every live one, with at least `need` ids where it has them."""
+        """Those of the documents called `numbers`, or all; of each the ids in `part` that it has."""
         for number, document in enumerate(self.documents):
-            if rounds == 0 or number in live:
-                yield number, encode_prefix(tokenizer, document.text, need)
-
-
-def _cut(ids: np.ndarray, leading: list[int], window: int, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Inputs and targets of one window of a document, None past its end."""
-    first = max(len(leading), 1) + window * length  # of the targets
-    targets = ids[first : first + length]
-    if len(targets) == 0:
-        return None
-    if window == 0:
-        return ids[: first + len(targets) - 1], targets
-    inputs = ids[first - 1 : first + len(targets) - 1]
-    return np.concatenate([np.asarray(leading, dtype=ids.dtype), inputs]), targets
+            if numbers is None or number in numbers:
+                yield number, encode_prefix(tokenizer, require_document(document).text, part.stop)[part]
 
 
 def leading_ids(tokenizer: Any) -> list[int]:

@@ -9,6 +9,7 @@ from unembed.models._safetensors import INDEX, SINGLE, Checkpoint
 from unembed.models._tokens import FILES
 from unembed.results import InputError
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -17,6 +18,27 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and not source.endswith(
         (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
     )
+
+
+def resolve_revision(source: object, revision: str | None) -> str | None:
+    """The commit that `revision` of a hub id means now, so that all that is read of it is of one commit.
+
+    The hub is asked, and the cache where the hub cannot be reached; config.json is fetched for it.
+
+    Args:
+        source: What the user gave: a path, a hub id or a model.
+        revision: Branch, tag or commit; the main branch when None.
+
+    Returns:
+        40 hex digits; `revision` as it came where no commit is to be had; None for what is here already.
+    """
+    if not isinstance(source, str) or Path(source).expanduser().exists() or not is_hub_id(source):
+        return None
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    path, _ = HubModel(source, revision)._try("config.json")
+    commit = "" if path is None else path.parent.name  # .../snapshots/COMMIT/config.json
+    return commit if _COMMIT.fullmatch(commit) else revision
 
 
 class HubModel:

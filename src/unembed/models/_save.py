@@ -72,6 +72,12 @@ def _config(head: Unembedding) -> dict[str, Any]:
     return {"model_type": head.architecture, **size, KEY: about}
 
 
+def is_saved_head(folder: Path) -> bool:
+    """Whether `folder` holds a head that `save_head` wrote, without a model around it."""
+    config = folder / "config.json"
+    return config.is_file() and KEY in read_json(config)
+
+
 def load_saved(folder: Path, config: dict[str, Any]) -> Parts:
     """Read a folder that `save_head` wrote.
 

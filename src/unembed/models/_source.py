@@ -16,7 +16,7 @@ from unembed.models._module import load_module
 from unembed.models._parts import Parts
 from unembed.models._resolve import resolve
 from unembed.models._safetensors import INDEX, SINGLE, Checkpoint
-from unembed.models._save import KEY, load_saved
+from unembed.models._save import is_saved_head, load_saved
 from unembed.models._tokens import read_tokens, tokens_of
 from unembed.results import Check, InputError
 
@@ -79,11 +79,10 @@ def _read_file(path: Path, norm: families.NormRule | None) -> Parts:
 
 
 def _read_folder(folder: Path, norm: families.NormRule | None) -> Parts:
-    config = folder / "config.json"
-    if config.is_file() and KEY in (content := read_json(config)):
+    if is_saved_head(folder):
         if norm is not None:
             raise InputError(f"`norm={norm}`: {folder} is a saved head with its norm in it; leave the option out.")
-        return load_saved(folder, content)
+        return load_saved(folder, read_json(folder / "config.json"))
     if (folder / INDEX).is_file():
         return _read_checkpoint(folder, Checkpoint.of_index(folder / INDEX, folder.joinpath), norm)
     files = sorted(folder.glob("*.safetensors"))

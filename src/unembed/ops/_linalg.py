@@ -10,7 +10,7 @@ Shapes: V rows (vocabulary), D columns, r numerical rank of `W_c`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,13 +70,15 @@ class ColumnSpace:
     raw: Float[Tensor, "r+1 s"]
 
 
-def tall_svd(weight: Float[Tensor, "V D"], *, noise_eps: float | None = None) -> TallSVD:
+def tall_svd(
+    weight: Float[Tensor, "V D"] | Sequence[Float[Tensor, "_ D"]], *, noise_eps: float | None = None
+) -> TallSVD:
     r"""Singular values of `W` and of `W - 1 mean^T`, and right singular vectors of the latter.
 
     Takes a float64 Gram matrix, and a chunked QR where the condition number asks for it.
 
     Args:
-        weight: Any float dtype; read in chunks and never copied whole.
+        weight: Any float dtype, whole or in blocks of rows; read in chunks and never copied whole.
         noise_eps: Relative spacing of the stored numbers; that of the dtype when None. The tolerance for ranks is
             `noise_eps * ||W||_F * (1/sqrt(D) + 1/sqrt(V)) / sqrt(3)`: twice the norm expected of a matrix of
             independent rounding errors, so a factorised matrix stored in bfloat16 has the rank of its factors. At
@@ -85,30 +87,31 @@ def tall_svd(weight: Float[Tensor, "V D"], *, noise_eps: float | None = None) ->
     Raises:
         ValueError: If the matrix is empty or holds a NaN or an infinity.
     """
-    rows, width = weight.shape
+    blocks = [weight] if isinstance(weight, Tensor) else list(weight)
+    rows, width = sum(len(block) for block in blocks), blocks[0].shape[1]
     if rows == 0 or width == 0:
-        raise ValueError(f"`weight` must have rows and columns, got shape {tuple(weight.shape)}.")
+        raise ValueError(f"`weight` must have rows and columns, got shape {(rows, width)}.")
     mean = torch.zeros(width, dtype=torch.float64)
-    for chunk in _chunks64(weight):
+    for chunk in _chunks64(blocks):
         mean += chunk.sum(0).cpu()
     mean /= rows
     if not bool(torch.isfinite(mean).all()):
         raise ValueError("`weight` holds NaN or infinity.")
 
     gram = torch.zeros(width, width, dtype=torch.float64)
-    for chunk in _chunks64(weight, mean):
+    for chunk in _chunks64(blocks, mean):
         gram += (chunk.T @ chunk).cpu()
     squares, right = torch.linalg.eigh(gram)
     values, right = squares.clamp(min=0).sqrt().flip(0), right.flip(1)
     method = "gram"
     if values[-1] * _GRAM_CONDITION < values[0]:
-        _, values, right_t = torch.linalg.svd(thin_r(_chunks64(weight, mean)).cpu(), full_matrices=False)
+        _, values, right_t = torch.linalg.svd(thin_r(_chunks64(blocks, mean)).cpu(), full_matrices=False)
         values, right = _padded(values, width), _completed(right_t)
         method = "qr"
 
     stacked = torch.cat([values[:, None] * right.T, math.sqrt(rows) * mean[None]])
     frobenius = float(torch.linalg.matrix_norm(stacked))
-    eps = torch.finfo(weight.dtype).eps if noise_eps is None else noise_eps
+    eps = torch.finfo(blocks[0].dtype).eps if noise_eps is None else noise_eps
     return TallSVD(
         rows=rows,
         mean=mean,
@@ -134,7 +137,7 @@ def column_space(weight: Float[Tensor, "V D"], svd: TallSVD) -> ColumnSpace:
     doubtful = rank > 0 and bool(svd.values[0] > 1e3 * svd.values[rank - 1])
     gram = torch.zeros(rank, rank, dtype=torch.float64)
     start = 0
-    for chunk in _chunks64(weight, svd.mean):
+    for chunk in _chunks64([weight], svd.mean):
         part = chunk @ turn.to(chunk.device)
         if doubtful:
             gram += (part.T @ part).cpu()
@@ -160,12 +163,13 @@ def thin_r(chunks: Iterable[Float[Tensor, "_ D"]]) -> Float[Tensor, "k D"]:
     return factor
 
 
-def _chunks64(weight: Tensor, mean: Tensor | None = None) -> Iterator[Tensor]:
+def _chunks64(blocks: Sequence[Tensor], mean: Tensor | None = None) -> Iterator[Tensor]:
     """Chunks of rows in float64, less `mean`; on the CPU where the device has no float64 (MPS)."""
-    device = torch.device("cpu") if weight.device.type == "mps" else weight.device
-    for chunk in weight.split(max(1, _CHUNK_ELEMENTS // weight.shape[1])):
-        wide = chunk.to(device).to(torch.float64, copy=True)
-        yield wide if mean is None else wide.sub_(mean.to(device))
+    for block in blocks:
+        device = torch.device("cpu") if block.device.type == "mps" else block.device
+        for chunk in block.split(max(1, _CHUNK_ELEMENTS // block.shape[1])):
+            wide = chunk.to(device).to(torch.float64, copy=True)
+            yield wide if mean is None else wide.sub_(mean.to(device))
 
 
 def _orthonormalised(basis: Tensor, gram: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import IO
@@ -33,6 +35,19 @@ def write_whole(path: Path, mode: str = "w") -> Generator[IO]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Generator[None]:
+    """Put off Ctrl-C for some renames; only the main thread can, and only it is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Stage:
@@ -86,8 +101,9 @@ def replace_together(folder: Path) -> Generator[Stage]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if (folder / name).is_dir():
                 raise IsADirectoryError(f"{folder / name} is a folder, a file is to be written there.")
-        for name in stage.names:
-            (place / name).replace(folder / name)
+        with _uninterrupted():
+            for name in stage.names:
+                (place / name).replace(folder / name)
         for name in stage.dropped:
             (folder / name).unlink(missing_ok=True)
         done = True

@@ -24,8 +24,7 @@ def read_dataset(name: str, config: str | None = None, *, split: str = "train", 
 
     Raises:
         InputError: If the dataset, the configuration, the split or the column does not exist or cannot be reached.
-            While iterating: if a row holds no string at `field`.
-        ImportError: If `datasets` is not installed.
+            While iterating: if a row holds no string at `field`. Also if `datasets` is not installed.
     """
     return _Dataset(name, config, split, field)
 
@@ -79,7 +78,7 @@ def _open_dataset(name: str, config: str | None, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError('`read_dataset` needs datasets: pip install "unembed[hf]"') from error
+        raise InputError('`read_dataset` needs datasets: pip install "unembed[hf]"') from error
     try:
         with quiet_loggers(*_LOGGERS):
             return _load(datasets, name, config, split)

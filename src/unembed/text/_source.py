@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from unembed.results import InputError
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,42 @@ class Source(Protocol):
     def describe(self) -> dict[str, Any]:
         """What was read, as JSON types."""
         ...
+
+
+def check_documents(documents: Any) -> None:
+    """Refuse what is not a source of documents, before anything has been read from it.
+
+    Raises:
+        InputError: If it is a string, cannot be iterated, or only once (several passes are made), or is held in memory
+            and its first item is not a `Document`. The rows of a stream are looked at when they are read.
+    """
+    if isinstance(documents, str | bytes):
+        raise InputError("Expected documents, got one string; give [unembed.text.Document(name, text)].")
+    if not isinstance(documents, Iterable):
+        raise InputError(f"Expected documents, got {type(documents).__name__}; give a list of unembed.text.Document.")
+    if iter(documents) is documents:
+        raise InputError(
+            f"Expected documents that can be read several times, got {type(documents).__name__}, which can be read "
+            "once; give a list, or a source that starts again each time it is iterated."
+        )
+    if isinstance(documents, Sized):
+        for document in documents:
+            require_document(document)
+            break
+
+
+def require_document(document: Any) -> Document:
+    """`document` itself.
+
+    Raises:
+        InputError: If it is something else, such as a string or a row of a dataset.
+    """
+    if not isinstance(document, Document):
+        raise InputError(
+            f"Expected documents, got an item of type {type(document).__name__}; "
+            "wrap each text: unembed.text.Document(name, text)."
+        )
+    return document
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

@@ -1,0 +1,42 @@
+"""Where the results of each model go: a folder each, told apart before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unembed.results import InputError, safe_name
+
+
+def folders(models: Sequence[str], out: Path | None) -> list[tuple[str | None, Path]]:
+    """Every model with its folder: `out`, or one below it for each of several; `out/NAME` where none is given.
+
+    Raises:
+        InputError: If a model is given twice, or two names are the same as names of folders.
+    """
+    if not models:
+        return [(None, out or Path("out") / "demonstration")]
+    if len(models) == 1 and out is not None:
+        return [(models[0], out)]
+    return [(model, (out or Path("out")) / name) for model, name in zip(models, _names(models), strict=True)]
+
+
+def _names(models: Sequence[str]) -> list[str]:
+    """The last part of each path, with as many parents in front as make it the only one; hub ids are whole."""
+    parts = [Path(model).resolve().parts if Path(model).exists() else (model,) for model in models]
+    for place, model in enumerate(models):
+        if parts.index(parts[place]) < place:
+            raise InputError(f"{model} is given twice; name each model once.")
+    depths = [1] * len(models)
+    while True:
+        names = [safe_name("-".join(part[-depth:])) for part, depth in zip(parts, depths, strict=True)]
+        folded = [name.casefold() for name in names]  # some file systems take A and a for one name
+        alike = [place for place, name in enumerate(folded) if folded.count(name) > 1]
+        if not alike:
+            return names
+        longer = [place for place in alike if depths[place] < len(parts[place])]
+        if not longer:
+            both = " and ".join(models[place] for place in alike if folded[place] == folded[alike[0]])
+            raise InputError(f"{both} would share the folder {names[alike[0]]}; audit them one by one with --out.")
+        for place in longer:
+            depths[place] += 1
