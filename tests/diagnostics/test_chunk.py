@@ -142,6 +142,7 @@ def test_a_target_that_is_no_row_is_an_error_that_names_it(wrong):
         list(chunks(LinearHead(torch.eye(3)), torch.zeros(2, 3), torch.tensor([0, wrong])))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("hidden", "targets"), [((2, 2, 3), (2,)), ((2, 4), (2,)), ((2, 3), (3,)), ((2, 3), (2, 1)), ((3,), (1,))]
 )
@@ -150,6 +151,7 @@ def test_shapes_that_do_not_fit_are_an_error_that_shows_them(hidden, targets):
         list(chunks(LinearHead(torch.eye(3)), torch.zeros(hidden), torch.zeros(targets, dtype=torch.int64)))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", ["documents", "index"])
 def test_one_document_and_index_a_prediction(name):
     with pytest.raises(ValueError, match=rf"`{name}`"):

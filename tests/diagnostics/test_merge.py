@@ -225,3 +225,14 @@ def test_parameters_and_recorded_graphs_are_not_kept():
         assert accumulator.result().values is not None
         held = [value for value in vars(accumulator).values() if isinstance(value, torch.Tensor)]
         assert not any(tensor.requires_grad for tensor in held)
+
+
+def test_only_like_merges_with_like():
+    head, other = LinearHead(torch.randn(9, 3)), LinearHead(torch.randn(9, 3))
+    with pytest.raises(ValueError, match="must be a Gradient, got Saturation"):
+        Gradient(head).merge(Saturation(head))
+    with pytest.raises(ValueError, match="its weight differs"):
+        Gradient(head).merge(Gradient(other))
+    with pytest.raises(ValueError, match="same `every`: expected 2, got 3"):
+        Coefficients(head, every=2).merge(Coefficients(head, every=3))
+    Gradient(head).merge(Gradient(LinearHead(head.weight.clone())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +28,7 @@ class Accumulator(ABC):
     needs_text: ClassVar[bool] = True
     needs_basis: ClassVar[bool] = False  # whether `head.columns` will be asked for
     sums: ClassVar[tuple[str, ...]] = ()  # attributes that add up when two halves merge
+    settings: ClassVar[tuple[str, ...]] = ()  # attributes that must be equal for that
 
     def __init__(self, head: LinearHead) -> None:
         self.head = head
@@ -56,8 +57,22 @@ class Accumulator(ABC):
     def add(self, chunk: Chunk) -> None:
         """Add one chunk; several measurements share what it holds."""
 
-    def merge(self, other: Self) -> None:
-        """Take over what `other` accumulated on other predictions of the same head."""
+    def merge(self, other: Accumulator) -> None:
+        """Take over what `other` accumulated on other predictions of the same head.
+
+        Raises:
+            ValueError: If `other` measures something else, another head, or with other settings.
+        """
+        if type(other) is not type(self):
+            raise ValueError(f"`other` must be a {type(self).__name__}, got {type(other).__name__}.")
+        for name in self.settings:
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"`other` must have the same `{name.lstrip('_')}`: "
+                    f"expected {getattr(self, name)}, got {getattr(other, name)}."
+                )
+        if other.head is not self.head and not torch.equal(other.head.weight, self.head.weight):
+            raise ValueError("`other` must measure the same head; its weight differs.")
         for name in self.sums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

@@ -38,6 +38,7 @@ class Coefficients(Accumulator):
     title = "Coefficients of the gradient, in order of size"
     needs_basis = True
     sums = ("_tokens", "_sums")
+    settings = ("_every",)
 
     def __init__(self, head: LinearHead, *, every: int = 1) -> None:
         super().__init__(head)

@@ -1,6 +1,6 @@
 """The logit gradient of a chunk and its part in the column space of the head; the definition beside the fast form.
 
-Shapes: n predictions, V vocabulary, D hidden size, r rank of the row-centred weight, s rank of the weight.
+Shapes: n predictions, V vocabulary, D hidden size, r rank of the row-centred weight, q = r + 1, s rank of the weight.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LogitGradient:
         scale, on = self._scale.cpu().to(torch.float64), self._on.cpu().to(torch.float64)
         return ops.squared_norms(self._off) * scale**2 + on**2
 
-    def coordinates(self) -> Float[Tensor, "n r+1"]:
+    def coordinates(self) -> Float[Tensor, "n q"]:
         """Coordinates of `g` in the orthonormal basis `[col(W_c), 1/sqrt(V)]`, float64 on the CPU."""
         basis = self.chunk.head.columns.centred
         # Hidden states may be float64 where the weight, and so the basis, is float32.
@@ -79,7 +79,7 @@ class LogitGradient:
         return gradient.scatter_(1, self.chunk.targets[:, None], -self._on[:, None])
 
 
-def kept_energy(head: LinearHead, coordinates: Float[Tensor, "n r+1"]) -> tuple[Tensor, Tensor | None]:
+def kept_energy(head: LinearHead, coordinates: Float[Tensor, "n q"]) -> tuple[Tensor, Tensor | None]:
     """Energy of the kept gradient in the raw and in the row-centred convention, float64.
 
     Returns:
@@ -89,7 +89,7 @@ def kept_energy(head: LinearHead, coordinates: Float[Tensor, "n r+1"]) -> tuple[
     return raw, coordinates[:, :-1].square().sum(-1) if head.softcap is None else None
 
 
-def kept_dense(head: LinearHead, coordinates: Float[Tensor, "n r+1"], *, centre: bool) -> Float[Tensor, "n V"]:
+def kept_dense(head: LinearHead, coordinates: Float[Tensor, "n q"], *, centre: bool) -> Float[Tensor, "n V"]:
     """The kept gradient `g Pi` written out, in the dtype of the basis."""
     basis = head.columns.centred
     if not centre:

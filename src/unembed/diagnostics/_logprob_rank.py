@@ -11,7 +11,7 @@ Shapes: N tokens, D hidden size, V vocabulary, r rank of the row-centred weight.
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,12 +47,13 @@ class LogprobRank(Accumulator):
     title = "Rank of the log-probability matrix"
     needs_basis = True
     sums = ("_tokens", "_energy", "_residual")
+    settings = ("_every", "_seed", "_eps")
 
     def __init__(self, head: LinearHead, *, every: int = 1, seed: int = 0, hidden_eps: float = 2**-23) -> None:
         super().__init__(head)
         if every < 1:
             raise ValueError(f"`every` must be at least 1, got {every}.")
-        self._every, self._eps = every, hidden_eps
+        self._every, self._seed, self._eps = every, seed, hidden_eps
         self._tokens = 0
         self._energy = torch.zeros((), dtype=torch.float64)  # of the hidden states
         self._factor: Tensor | None = None
@@ -100,9 +101,10 @@ class LogprobRank(Accumulator):
             outside += (rest - along_bias * bias).square().sum()
         return torch.stack([torch.tensor(float(len(scores)), dtype=torch.float64), outside, energy])
 
-    def merge(self, other: Self) -> None:
-        """Take over the factor of `other`."""
+    def merge(self, other: Accumulator) -> None:
+        """Take over the sums and the factor of `other`."""
         super().merge(other)
+        assert isinstance(other, LogprobRank)
         if other._factor is not None:
             self._factor = other._factor if self._factor is None else ops.thin_r([self._factor, other._factor])
 

@@ -4,7 +4,7 @@ With `mean` the mean row and `W_c = W - 1 mean^T = U S R^T`, the whole of `W` is
 `[U, 1/sqrt(V)] [S R^T; sqrt(V) mean^T]`, because `U` is orthogonal to `1`. So one pass over `W_c` gives both spectra
 and both column spaces, exactly.
 
-Shapes: V rows (vocabulary), D columns, r numerical rank of `W_c`.
+Shapes: V rows (vocabulary), D columns, r numerical rank of `W_c`, q = r + 1, s numerical rank of `W`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ColumnSpace:
     """
 
     centred: Float[Tensor, "V r"]
-    raw: Float[Tensor, "r+1 s"]
+    raw: Float[Tensor, "q s"]
 
 
 def tall_svd(
