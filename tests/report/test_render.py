@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from unembed import report
+from unembed.report import _gradient
 from unembed.results import Check, Record, Result, Table
 
 
@@ -101,9 +102,77 @@ def test_softcap_has_no_bound_and_no_centred_convention(capped: Record, parse: t
 def test_padding_rows_and_missing_intervals_are_said(padded: Record, parse: type) -> None:
     words = parse(report.render(padded)).words()
     assert "Padding rows 4 304 rows, 300 ids. They draw 0." in words
-    assert "1 is a random subspace. no interval: too few documents." in words
+    assert "1 is a random subspace. no interval: 3 documents, at least 8 are needed." in words
     assert "With padding rows, Row-centred W" in words
     assert "95 % interval of the ratio ratio_ci95 none none" in words
+
+
+def test_no_interval_gives_no_reason_that_the_record_does_not_give(padded: Record, parse: type) -> None:
+    gradient = padded.results["gradient"]
+    values = gradient.values | {"interval": "expanded percentile bootstrap over documents, 4000 resamples"}
+    results = padded.results | {"gradient": dataclasses.replace(gradient, values=values)}
+    html = report.render(dataclasses.replace(padded, results=results))
+    assert "1 is a random subspace. no interval. Kept" in parse(html).words()
+    assert "No interval. Uniform guess" in parse(html).words()
+    assert "<br>no interval" in json.dumps(_gradient.figures(results["gradient"], padded)[0].traces)
+    assert "too few documents" not in html
+
+
+def test_what_a_document_is_in_files_is_said_once(record: Record, parse: type) -> None:
+    said = "documents (parts of up to 32 Ki characters of a long plain file count as documents of their own)"
+    assert parse(report.render(record)).words().count(said) == 1
+    topics = dataclasses.replace(record, provenance=record.provenance | {"text": {"kind": "topics"}})
+    assert said not in parse(report.render(topics)).words()
+
+
+def test_an_exhausted_text_is_said_in_the_first_sentence(record: Record, parse: type) -> None:
+    def words(wanted: int) -> str:
+        provenance = record.provenance | {"tokens_requested": wanted}
+        return parse(report.render(dataclasses.replace(record, provenance=provenance))).words()
+
+    said = "on 240 of 100,000 predictions in 12 documents of 2 files; the text is exhausted."
+    assert said in words(100_000)
+    assert "Predictions asked for 100,000" in words(100_000)
+    assert "exhausted" not in words(240)
+
+
+_OK, _NOTE = Check("UNE001", "ok", "Whole."), Check("UNE002", "note", "Tied.")
+_PARITY = Check("UNE020", "ok", "Scores rebuilt from the weights are the model's: largest error 0.01.")
+
+
+@pytest.mark.parametrize(
+    ("checks", "said"),
+    [
+        (
+            [_OK, _NOTE, _PARITY],
+            "Passed The head is loaded right: 2 of 3 checks passed, 1 note. Scores rebuilt from the weights are the "
+            "model's: largest error 0.01.",
+        ),
+        (
+            [_OK, _NOTE, _NOTE],
+            "Passed The head is loaded right as far as its files tell: 1 of 3 checks passed, 2 notes. The model itself "
+            "was not run.",
+        ),
+        (
+            [_OK, Check("UNE005", "warning", "3 rows are zero."), _PARITY],
+            "Warning The head may not be loaded right. UNE005: 3 rows are zero. (2 of 3 checks passed, 1 warning.)",
+        ),
+        (
+            [_OK, Check("UNE009", "warning", "No norm."), Check("UNE005", "failed", "All rows are zero.")],
+            "Failed The head is not loaded right. UNE005: All rows are zero. "
+            "(1 of 3 checks passed, 1 failed, 1 warning.)",
+        ),
+        ([], ""),
+    ],
+)
+def test_the_summary_begins_with_whether_the_head_is_loaded_right(
+    record: Record, checks: list[Check], said: str, parse: type
+) -> None:
+    words = parse(report.render(dataclasses.replace(record, integrity=checks))).words()
+    start = words.index("Summary", words.index("This audit measured"))
+    assert words[start:].startswith(
+        f"Summary {said} More" if said else f"Summary {record.findings[0].severity.capitalize()}"
+    )
 
 
 def test_csv_inside_the_page_is_the_whole_table(record: Record, page) -> None:

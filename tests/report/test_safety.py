@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from unembed import report
 from unembed.report._render import embed
-from unembed.results import Record
+from unembed.results import InputError, Record
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,24 @@ def test_missing_part_names_the_extra(
     record: Record, monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf'{package}: pip install "unembed\[report\]"'):
+    with pytest.raises(InputError, match=rf'{package}: pip install "unembed\[report\]"'):
         report.render(record)
+
+
+@pytest.mark.parametrize("package", ["plotly", "jinja2", "markupsafe"])
+def test_a_missing_part_is_known_before_any_work(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    report.check_installed()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=rf'needs {package}: pip install "unembed\[report\]"'):
+        report.check_installed()
+
+
+def test_the_look_for_the_parts_imports_none_of_them() -> None:
+    script = (
+        "import sys, unembed.report as r; r.check_installed()\n"
+        "assert not {'plotly', 'jinja2', 'markupsafe'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_page_needs_nothing_else(page, html: str) -> None:
@@ -85,7 +101,7 @@ def test_hostile_text_is_visible_and_runs_nowhere(hostile: Record, record: Recor
     ):
         assert part in words
     for part in (
-        r"line\u2028and\u2029paragraph\x0d\x0aand\x09tab",
+        r"line\u2028and\u2029paragraph\r\nand\ttab",
         r"lone \udc80 surrogate \ud800",
         r"nul \x00 bell \x07",
     ):

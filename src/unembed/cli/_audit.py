@@ -115,13 +115,13 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         try:
             with Progress() as progress:
                 audit = _audit(model, options, kept, progress)
+            audit.record.provenance["command"] = _command(parser, options, model, folder)
+            audit.save(folder)
         except KeyboardInterrupt:
             if kept is None:
                 raise
             left = f"the sums so far are kept in {kept}; the same command goes on from them"
             raise KeyboardInterrupt(left if kept.exists() else "nothing was kept yet") from None
-        audit.record.provenance["command"] = _command(parser, options, model, folder)
-        audit.save(folder)
         _show(audit.record, folder)
         worst = max(worst, _reaches(audit.record, options.fail_on))
     return worst

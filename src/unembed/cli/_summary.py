@@ -25,8 +25,10 @@ def print_summary(record: Record, folder: Path) -> None:
     title = f"Audit of {record.model['source']}"
     if console.width < _TABLE_FITS:
         line(title)
-        for row in _rows(record):
-            line("  ".join(cell for cell in row if cell))
+        for name, value, against, interval in _rows(record):
+            line(f"{name.strip()}: {value}")
+            for said in filter(None, (against, interval and f"95 % interval {interval}")):
+                line(f"    {said}")
     else:
         console.print(_table(title, _rows(record)))
     line(f"integrity: {_integrity(record)}")
@@ -91,7 +93,8 @@ def _gradient(values: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             null = f"random subspace {found['kept_null']:.4f}"
             why = values["interval"] if values["interval"].startswith("none") else "none"
             rows.append((f"gradient kept, {convention}", f"{found['kept']:.4f}", null, ""))
-            rows.append(("  ratio to the null", f"{found['ratio']:.3f}", "1", _interval(found["ratio_ci95"], why)))
+            ratio = "none" if found["ratio"] is None else f"{found['ratio']:.3f}"
+            rows.append(("  ratio to the null", ratio, "1", _interval(found["ratio_ci95"], why)))
     return rows
 
 

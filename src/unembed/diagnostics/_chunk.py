@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -152,7 +153,7 @@ class Chunk:
 @contextmanager
 def full_precision() -> Generator[None]:
     """Products of float32 matrices in float32, whatever the user allows elsewhere (TF32 keeps three digits)."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -25,28 +25,7 @@ def _profile(table: Table, kinds: list[str]) -> Figure:
     columns = table.columns
     spread = np.median([columns[f"{kind}_sd"] for kind in kinds])
     unit = 10.0 ** math.floor(math.log10(spread)) if spread > 0 else 1e-3
-    traces: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {"hovermode": "closest", "legend": {"traceorder": "normal"}}
-    for panel, kind in enumerate(kinds):
-        style, name = _KINDS[kind]
-        share = (1 - 0.08 * (len(kinds) - 1)) / len(kinds)
-        bottom = (len(kinds) - 1 - panel) * (share + 0.08)
-        key = "y" if panel == 0 else f"y{panel + 1}"
-        shared = {"xaxis": "x", "yaxis": key}
-        before = shared | {"showlegend": panel == 0}
-        traces += _band(columns, "full", "full", "full, before the head", unit=unit, shared=before)
-        traces += _band(columns, kind, style, name, unit=unit, shared=shared)
-        ends = _reach(columns, kinds)
-        layout[f"yaxis{key[1:]}"] = axis(
-            "coefficient", domain=plain([bottom, bottom + share]), **_symlog_ticks(ends, unit)
-        )
-    layout["xaxis"] = axis(
-        "rank of the coefficient, largest first",
-        columns["rank_to"],
-        type="log",
-        range=plain([-0.12, math.log10(_middle(columns)[-1]) + 0.05]),
-        anchor=f"y{len(kinds)}" if len(kinds) > 1 else "y",
-    )
+    traces, layout = _panels(columns, kinds, unit)
     return Figure(
         "Coefficients by rank: mean and one standard deviation",
         "Lines and the points at rank 1 are means over the sampled tokens, bands and bars one standard "
@@ -63,6 +42,33 @@ def _profile(table: Table, kinds: list[str]) -> Figure:
         (table.name,),
         height=160 + 220 * len(kinds),
     )
+
+
+def _panels(
+    columns: dict[str, np.ndarray], kinds: list[str], unit: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Traces and layout: a panel for each kind of kept coefficients, the full ones in all of them."""
+    traces: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {"hovermode": "closest", "legend": {"traceorder": "normal"}}
+    share = (1 - 0.08 * (len(kinds) - 1)) / len(kinds)
+    ticks = _symlog_ticks(_reach(columns, kinds), unit)
+    for panel, kind in enumerate(kinds):
+        style, name = _KINDS[kind]
+        bottom = (len(kinds) - 1 - panel) * (share + 0.08)
+        key = "y" if panel == 0 else f"y{panel + 1}"
+        shared = {"xaxis": "x", "yaxis": key}
+        before = shared | {"showlegend": panel == 0}
+        traces += _band(columns, "full", "full", "full, before the head", unit=unit, shared=before)
+        traces += _band(columns, kind, style, name, unit=unit, shared=shared)
+        layout[f"yaxis{key[1:]}"] = axis("coefficient", domain=plain([bottom, bottom + share]), **ticks)
+    layout["xaxis"] = axis(
+        "rank of the coefficient, largest first",
+        columns["rank_to"],
+        type="log",
+        range=plain([-0.12, math.log10(_middle(columns)[-1]) + 0.05]),
+        anchor=f"y{len(kinds)}" if len(kinds) > 1 else "y",
+    )
+    return traces, layout
 
 
 def _band(

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from unembed.report._gradient import no_interval
 from unembed.report._words import count, number, percent, span
 from unembed.results import Record
 
@@ -38,24 +39,24 @@ def keys(record: Record) -> list[Key]:
 
 
 def _gradient(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
-    name = "raw" if values.get("centred") is None else "centred"
-    numbers = values.get(name) or {}
-    kept, null, ends = numbers.get("kept"), numbers.get("kept_null"), numbers.get("ratio_ci95")
-    interval = f"95 % interval {span(ends)}" if ends else "no interval: too few documents"
+    name = "raw" if values["centred"] is None else "centred"
+    numbers = values[name]
+    kept, null, ends = numbers["kept"], numbers["kept_null"], numbers["ratio_ci95"]
+    interval = f"95 % interval {span(ends)}" if ends else no_interval(values)
     convention = "raw" if name == "raw" else "row-centred"
-    random_head = None if null is None else math.sqrt(max(0.0, 1 - null**2))
+    random_head = math.sqrt(max(0.0, 1 - null**2))
     return [
         Key(
             "Gradient kept over its null",
-            number(numbers.get("ratio")),
+            number(numbers["ratio"]),
             "×",
             f"1 is a random subspace. {interval}. Kept {number(kept)} of the norm, null {number(null)}, {convention} "
-            f"rank {number(numbers.get('rank'))}",
+            f"rank {number(numbers['rank'])}",
             "gradient",
         ),
         Key(
             "Gradient norm destroyed",
-            percent(numbers.get("destroyed")),
+            percent(numbers["destroyed"]),
             "",
             f"A random head of the same rank: {percent(random_head)}. Compression measured",
             "gradient",
@@ -64,47 +65,43 @@ def _gradient(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
 
 
 def _rank(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
-    bound = values.get("bound")
+    bound = values["bound"]
     limit = f"{number(bound)} is the bound" if bound is not None else "No bound under a soft-cap; this is a lower bound"
     return [
         Key(
             "Rank of log P",
-            number(values.get("rank")),
+            number(values["rank"]),
             f"of {number(bound)}" if bound is not None else "",
-            f"{limit}. {count(values.get('tokens') or 0, 'context')}, tolerance {number(values.get('tolerance'))}",
+            f"{limit}. {count(values['tokens'], 'context')}, tolerance {number(values['tolerance'])}",
             "logprob_rank",
         )
     ]
 
 
 def _predictions(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
-    loss, entropy = values.get("loss") or {}, values.get("entropy") or {}
-    uniform = number(values.get("entropy_uniform"))
-    bytes_ = values.get("bits_per_byte")
-    bits = bytes_.get("mean") if isinstance(bytes_, dict) else bytes_
+    loss, entropy, bits = values["loss"], values["entropy"], values["bits_per_byte"]
+    uniform = number(values["entropy_uniform"])
     more = f". {number(bits)} bits a byte" if bits is not None else ""
     return [
-        Key(
-            "Loss", number(loss.get("mean")), "nats", f"{_interval(loss)}. Uniform guess {uniform}{more}", "saturation"
-        ),
-        Key("Entropy", number(entropy.get("mean")), "nats", f"{_interval(entropy)}. Uniform {uniform}", "saturation"),
+        Key("Loss", number(loss["mean"]), "nats", f"{_interval(loss)}. Uniform guess {uniform}{more}", "saturation"),
+        Key("Entropy", number(entropy["mean"]), "nats", f"{_interval(entropy)}. Uniform {uniform}", "saturation"),
     ]
 
 
 def _interval(numbers: dict[str, Any]) -> str:
-    ends = numbers.get("ci95")
-    return f"95 % interval {span(ends)}" if ends else "No interval: too few documents"
+    ends = numbers["ci95"]
+    return f"95 % interval {span(ends)}" if ends else "No interval"
 
 
 def _spectrum(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
     width = head.get("in_features")
-    centred = (values.get("centred") or {}).get("rank")
+    centred = values["centred"]["rank"]
     return [
         Key(
             "Rank of W",
-            number(values.get("rank")),
+            number(values["rank"]),
             f"of {number(width)}" if width is not None else "",
-            f"Row-centred {number(centred)}. Tolerance {number(values.get('tolerance'))}",
+            f"Row-centred {number(centred)}. Tolerance {number(values['tolerance'])}",
             "spectrum",
         )
     ]

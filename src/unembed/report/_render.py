@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from unembed.report._figure import Figure
 from unembed.report._tables import ROWS_SHOWN, view
 from unembed.report._values import grids
 from unembed.report._words import number, printable
-from unembed.results import Record, Result, safe_name, write_whole
+from unembed.results import InputError, Record, Result, safe_name, write_whole
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,7 +28,19 @@ _FIGURES: dict[str, Callable[[Result, Record], list[Figure]]] = {
     "coefficients": _coefficients.figures,
     "saturation": _saturation.figures,
 }
+_PACKAGES = ("jinja2", "markupsafe", "plotly")
 _ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
+
+
+def check_installed() -> None:
+    """Say before any work whether a report can be made at its end; imports nothing.
+
+    Raises:
+        InputError: If plotly or jinja2 is missing; names the extra that brings them.
+    """
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise _missing(package)
 
 
 def render(record: Record | str | Path) -> str:
@@ -37,7 +50,7 @@ def render(record: Record | str | Path) -> str:
         record: A record, or the folder it was saved in.
 
     Raises:
-        ImportError: If plotly or jinja2 is missing; names the extra that brings them.
+        InputError: If plotly or jinja2 is missing; names the extra that brings them.
         FileNotFoundError: If the folder holds no record.
     """
     if not isinstance(record, Record):
@@ -53,6 +66,7 @@ def render(record: Record | str | Path) -> str:
             record=record,
             title=_summary.title(record),
             audited=_summary.audited(record),
+            loaded=_summary.loaded(record.integrity),
             findings=record.findings,
             statuses=_summary.STATUSES,
             reading=reading,
@@ -73,7 +87,7 @@ def write(folder: str | Path) -> Path:
     """Write `report.html` into a folder that holds a saved record, whole or not at all.
 
     Raises:
-        ImportError: If plotly or jinja2 is missing; names the extra that brings them.
+        InputError: If plotly or jinja2 is missing; names the extra that brings them.
         FileNotFoundError: If the folder holds no record.
     """
     path = Path(folder) / "report.html"
@@ -92,8 +106,11 @@ def _part(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
-        raise ImportError(f'The report needs {package}: pip install "unembed[report]"') from error
+        raise _missing(name.partition(".")[0]) from error
+
+
+def _missing(package: str) -> InputError:
+    return InputError(f'The report needs {package}: pip install "unembed[report]"')
 
 
 def _environment() -> Environment:

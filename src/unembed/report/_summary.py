@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
@@ -14,6 +15,7 @@ from unembed.results import Check, Record
 STATUSES = {"failed": "Failed", "warning": "Warning", "skipped": "Skipped", "note": "Note", "ok": "Passed"}
 _AS_WRITTEN = {"seed", "started"}
 _ITEMS_SHOWN = 20
+_PARITY = "UNE020"  # the check that ran the model
 
 
 def title(record: Record) -> str:
@@ -51,10 +53,12 @@ def _on_text(record: Record) -> str:
     tokens = record.provenance.get("tokens")
     if tokens is None:
         return ", from the weights alone"
-    gradient = record.results.get("gradient")
-    documents = record.provenance.get("documents") or ((gradient.values if gradient else None) or {}).get("documents")
-    many = f" in {count(documents, 'document')}" if isinstance(documents, int) else ""
-    return f", on {count(tokens, 'prediction')}{many}{_text(record.provenance.get('text'))}"
+    gradient, wanted = record.results.get("gradient"), record.provenance.get("tokens_requested")
+    many = f" in {count(gradient.values['documents'], 'document')}" if gradient and gradient.values else ""
+    short = wanted is not None and tokens < wanted
+    measured = f"{number(tokens)} of {count(wanted, 'prediction')}" if short else count(tokens, "prediction")
+    end = "; the text is exhausted" if short else ""
+    return f", on {measured}{many}{_text(record.provenance.get('text'))}{end}"
 
 
 def _text(about: Any) -> str:
@@ -64,6 +68,24 @@ def _text(about: Any) -> str:
         return " of the language reference inside Python"
     name, files = about.get("name"), about.get("number") if about.get("kind") == "files" else None
     return f" of {name}" if name else f" of {count(files, 'file')}" if isinstance(files, int) else ""
+
+
+def loaded(checks: list[Check]) -> tuple[str, str] | None:
+    """Whether the head is loaded right: the gravest status and a sentence, None without checks."""
+    if not checks:
+        return None
+    reading, passed = by_status(checks)
+    said = f"{number(len(passed))} of {count(len(checks), 'check')} passed"
+    for status, times in Counter(check.status for check in reading).items():
+        said += f", {count(times, status) if status in ('note', 'warning') else f'{number(times)} {status}'}"
+    for status, verdict in (("failed", "is not loaded right"), ("warning", "may not be loaded right")):
+        grave = [f"{check.code}: {check.message}" for check in reading if check.status == status]
+        if grave:
+            return status, f"The head {verdict}. {' '.join(grave)} ({said}.)"
+    parity = next((check for check in checks if check.code == _PARITY), None)
+    if parity is None:
+        return "ok", f"The head is loaded right as far as its files tell: {said}. The model itself was not run."
+    return "ok", f"The head is loaded right: {said}. {parity.message}"
 
 
 def by_status(checks: list[Check]) -> tuple[list[Check], list[Check]]:

@@ -7,8 +7,18 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from unembed.text import visible
+
 NONE = "none"
-_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # as in text._display, but spaces and marks stay: this is prose
+_HIDDEN = {
+    "Cc",
+    "Cf",
+    "Cs",
+    "Co",
+    "Cn",
+    "Zl",
+    "Zp",
+}  # less than `visible` escapes: spaces, marks and quotes stay, this is prose
 _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _NARROW = "\N{NARROW NO-BREAK SPACE}"
 
@@ -19,10 +29,7 @@ def printable(text: str) -> str:
 
 
 def _shown(character: str) -> str:
-    if unicodedata.category(character) not in _HIDDEN:
-        return character
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return visible(character)[1:-1] if unicodedata.category(character) in _HIDDEN else character
 
 
 def number(value: Any) -> str:
