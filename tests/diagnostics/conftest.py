@@ -1,4 +1,4 @@
-"""Shape annotations are checked while testing (pyproject.toml); here is how a test of our own messages puts that off."""
+"""Shape annotations are checked while testing (pyproject.toml); a test of our own messages puts that off."""
 
 import jaxtyping
 import pytest

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
-from unembed.integrations import check_parity, hidden_states, open_model
+from unembed.integrations import _gguf, check_parity, hidden_states, open_model
 from unembed.integrations._gguf import read_once
 from unembed.models import Unembedding
+from unembed.results import InputError
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -99,6 +102,46 @@ def test_writing_modes_get_the_stock_reader(written):
         assert type(gguf.GGUFReader(written[1])).__name__ == "FastReader"
 
 
+def test_another_version_of_gguf_reads_with_the_stock_reader(written, monkeypatch):
+    monkeypatch.setattr(_gguf, "version", lambda _name: "0.20.0")
+    with read_once():
+        first = gguf.GGUFReader(written[1])
+        assert type(first) is gguf.gguf_reader.GGUFReader
+        assert gguf.GGUFReader(written[1]) is first
+    assert type(open_model(written[1])[0]).__name__ == "Qwen2ForCausalLM"
+
+
+def test_a_reader_without_what_the_fast_one_uses_is_left_alone(written, monkeypatch):
+    class Other:
+        def __init__(self, path, mode="r"):
+            self.path = path
+
+    monkeypatch.setattr(gguf, "GGUFReader", Other)
+    with read_once():
+        assert type(gguf.GGUFReader(written[1])) is Other
+    assert gguf.GGUFReader is Other
+
+
+def test_another_thread_gets_the_stock_reader_and_blocks_do_not_overlap(written):
+    stock = gguf.GGUFReader
+    with ThreadPoolExecutor(1) as pool:
+        with read_once():
+            with read_once():
+                assert type(gguf.GGUFReader(written[1])).__name__ == "FastReader"
+            assert type(gguf.GGUFReader(written[1])).__name__ == "FastReader"
+            assert pool.submit(lambda: type(gguf.GGUFReader(written[1]))).result(60) is stock
+            other = pool.submit(_name_inside, written[1])
+            with pytest.raises(TimeoutError):
+                other.result(0.2)
+        assert other.result(60) == "FastReader"
+    assert gguf.GGUFReader is stock
+
+
+def _name_inside(path):
+    with read_once():
+        return type(gguf.GGUFReader(path)).__name__
+
+
 def test_a_file_that_changes_is_read_again(written, tmp_path):
     import os
     import shutil
@@ -134,5 +177,5 @@ def test_without_gguf_the_extra_is_named(written, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"unembed\[hf\]"):
+    with pytest.raises(InputError, match=r'needs gguf: pip install "unembed\[hf\]"'):
         open_model(written[1])

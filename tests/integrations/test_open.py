@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from unembed.integrations import open_model, resolve_device
+from unembed.models import Unembedding
 from unembed.results import InputError
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +73,7 @@ def _no_tokenizer(folder):
         (lambda folder: _edit(folder, model_type="unheard-of"), "model type `unheard-of`"),
         (lambda folder: _edit(folder, model_type="own", auto_map={"AutoConfig": "a.B"}), "never runs"),
         (lambda folder: _edit(folder, hidden_size=32), r"has shape .* for .* transformers would make up"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: expected JSON"),
         (lambda folder: (folder / "config.json").unlink(), "expected config.json, or one .gguf file, got neither"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
         (_without_head, "lm_head.weight is missing for LlamaForCausalLM"),
@@ -137,3 +139,27 @@ def test_devices(monkeypatch):
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(InputError, match="has 2 CUDA devices"):
         resolve_device("cuda:2")
+
+
+def test_a_folder_of_a_head_alone_says_what_can_be_done_with_it(family_folder, tmp_path):
+    folder = Unembedding.load(family_folder("llama")).save(tmp_path / "head")
+    for source in (folder, folder / "model.safetensors"):
+        with pytest.raises(InputError, match=r"holds a head alone .* use `--checks spectrum`") as error:
+            open_model(source)
+        assert str(error.value).startswith(str(source))
+
+
+def test_without_transformers_the_extra_is_named(family_folder, monkeypatch):
+    folder = family_folder("llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r'needs transformers: pip install "unembed\[hf\]"'):
+        open_model(folder)
+
+
+def test_a_package_that_the_checkpoint_needs_is_one_line(family_folder, monkeypatch):
+    def fail(*_args, **_options):
+        raise ImportError("\nLlamaTokenizer requires the SentencePiece library.\nYou can install it ...\n")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(InputError, match=r"requires the SentencePiece library\.$"):
+        open_model(family_folder("llama"))

@@ -111,6 +111,58 @@ def test_half_precision_passes_and_still_sees_a_wrong_head(family, opened, docum
     assert check_parity(model, tokenizer, replace(head, weight=head.weight.roll(1, 0)), documents).status == "failed"
 
 
+def test_a_small_change_under_a_soft_cap_is_seen_in_half_precision(opened, documents):
+    """Scores to 11 under a cap of 30: without it the largest changes by 4 percent, the argmax nowhere."""
+    model, tokenizer, head = opened("gemma2", dtype="bfloat16", final_logit_softcapping=30.0)
+    factor = 0.3
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(factor)
+    head = replace(head, weight=model.get_output_embeddings().weight.detach())
+    assert check_parity(model, tokenizer, head, documents).status == "ok"
+    check = check_parity(model, tokenizer, replace(head, softcap=None), documents)
+    assert check.status == "failed"
+    assert "the soft-cap 30 is missing" in check.message
+    assert "same argmax in 64 of 64" in check.message
+    check = check_parity(model, tokenizer, replace(head, scale=1.03), documents)
+    assert "the scale is 1.03 and should be" in check.message
+
+
+@pytest.mark.parametrize(("rows", "weight", "bias"), [(264, 0.0, 0.0), (264, 0.0, 7.0), (264, 0.1, 0.0), (1, 0.1, 2.0)])
+def test_scores_without_a_spread_are_compared_in_nats(opened, documents, rows, weight, bias):
+    model, tokenizer, head = opened("phi")
+    layer = model.get_output_embeddings()
+    layer.weight = torch.nn.Parameter(torch.full((rows, 16), weight), requires_grad=False)
+    layer.bias = torch.nn.Parameter(torch.full((rows,), bias), requires_grad=False)
+    head = replace(head, weight=layer.weight, bias=layer.bias)
+    check = check_parity(model, tokenizer, head, documents)
+    assert check.status == "ok", check.message
+    assert "nats, no spread to compare with: all scores are equal (tolerance 0.0001" in check.message
+    check = check_parity(model, tokenizer, replace(head, bias=layer.bias + 0.01), documents)
+    assert check.status == "failed"
+    assert "largest error 0.01 nats" in check.message
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(None)])
+def test_scores_that_are_not_finite_fail(opened, documents, number, rows):
+    model, tokenizer, head = opened("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[rows] = number
+    check = check_parity(model, tokenizer, head, documents)
+    assert check.status == "failed"
+    assert "The model's own scores hold NaN or infinity in float32; open it with another `dtype`" in check.message
+    nothing = replace(head, weight=torch.full_like(head.weight, number))
+    assert check_parity(opened("llama")[0], tokenizer, nothing, documents).status == "failed"
+
+
+def test_rows_that_the_model_masks_say_nothing(opened, documents):
+    model, tokenizer, head = opened("llama")
+    masked = torch.zeros(264).index_fill(0, torch.tensor([5, 9]), -torch.inf)
+    model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output + masked)
+    assert check_parity(model, tokenizer, head, documents).status == "ok"
+    assert check_parity(model, tokenizer, replace(head, scale=1.1), documents).status == "failed"
+
+
 def test_hooks_are_gone_afterwards(opened, documents):
     model, tokenizer, head = opened("llama")
     check_parity(model, tokenizer, head, documents)

@@ -7,9 +7,10 @@ import warnings
 import pytest
 import torch
 
-from unembed.integrations import _run, hidden_states, open_model
+from unembed.integrations import _run, check_parity, hidden_states, open_model
 from unembed.integrations._run import find_head, head_input
 from unembed.integrations._windows import plan_windows
+from unembed.models import Unembedding
 from unembed.results import InputError
 from unembed.text import Document
 
@@ -75,6 +76,70 @@ def test_the_head_is_never_computed_and_left_as_it_was(family_folder, documents,
     assert not head._forward_pre_hooks
     monkeypatch.undo()
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 264)
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was(family_folder, documents):
+    drop = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    model, tokenizer = open_model(family_folder("gpt2", **drop))
+    expected = _run_all(model, tokenizer, documents, **OPTIONS)
+    model.train()
+    model.base_model.h[1].mlp.eval()  # a part that its owner froze
+    modes = [module.training for module in model.modules()]
+    assert not all(modes)
+    for block in hidden_states(model, tokenizer, documents, **OPTIONS):
+        assert [module.training for module in model.modules()] == modes, "between the blocks too"
+        assert torch.is_grad_enabled()
+        assert not block.hidden.requires_grad
+    found = _run_all(model, tokenizer, documents, **OPTIONS)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    check = check_parity(model, tokenizer, Unembedding.load(model), documents)
+    assert check.status == "ok", check.message
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_the_mode_is_put_back_after_an_error(family_folder, monkeypatch):
+    model, _ = open_model(family_folder("gpt2"))
+    model.train()
+
+    def fail(*_args, **_options):
+        raise KeyError
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(KeyError):
+        head_input(model, torch.tensor([[1]]))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda documents: (document for document in documents), "got generator, which can be read once"),
+        (iter, "got list_iterator, which can be read once"),
+        (lambda documents: [document.text for document in documents], r"type str; wrap .* unembed\.text\.Document"),
+        (lambda documents: {"rows": documents}.items(), "got an item of type tuple"),
+        (lambda documents: documents[0].text, "got one string"),
+        (lambda documents: None, "got NoneType"),
+    ],
+)
+def test_what_is_not_a_source_of_documents_is_refused(family_folder, documents, wrong, message):
+    model, tokenizer = open_model(family_folder("gpt2"))
+    given = wrong(documents)
+    with pytest.raises(InputError, match=message):
+        check_parity(model, tokenizer, Unembedding.load(model), given)
+    with pytest.raises(InputError, match=message):
+        list(hidden_states(model, tokenizer, given, tokens=10))
+    if hasattr(given, "__next__"):
+        assert next(given) is documents[0], "nothing was read from it"
+
+
+def test_a_row_of_a_stream_that_is_no_document_is_refused(family_folder, documents):
+    class Rows:
+        def __iter__(self):
+            yield from [documents[0], {"text": "a b c"}]
+
+    model, tokenizer = open_model(family_folder("gpt2"))
+    with pytest.raises(InputError, match="an item of type dict"):
+        list(hidden_states(model, tokenizer, Rows(), tokens=1000))
 
 
 def test_progress_counts_to_the_tokens(family_folder, documents):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -127,6 +128,24 @@ def test_a_long_document_is_tokenised_as_far_as_needed_and_read_seldom():
     assert len(found) == 100
     assert documents.passes <= 8, "at rounds 0, 1, 2, 4, ..., 64"
     assert tokenizer.read < 400_000, "not 8 times ten million"
+
+
+def test_only_the_ids_of_windows_to_come_are_held():
+    """At the end of round 0 one id a document is left, and after a reading those until the next."""
+    documents = _documents(*["abcdefghij" * 100] * 1000)
+    plan = plan_windows(Letters(), documents, tokens=10**5, context=64, seed=0)
+    tracemalloc.start()
+    try:
+        planned = [len(window.targets) for window in itertools.islice(plan, 999)]
+        first = tracemalloc.get_traced_memory()[0]
+        for _ in range(3):
+            planned += [len(window.targets) for window in itertools.islice(plan, 1000)]
+        later = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    array = 300  # bytes: what numpy and the dict need for one array, whatever is in it
+    assert first < 1000 * array, "not 8 bytes for each of 1000 tokens"
+    assert later < 1000 * array + 4 * sum(planned)
 
 
 @settings(deadline=None)

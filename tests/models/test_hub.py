@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from unembed.models import Unembedding
+from unembed.models import Unembedding, resolve_revision
 from unembed.models._hub import is_hub_id
 from unembed.results import InputError
 
@@ -111,3 +111,22 @@ def test_no_more_is_asked_for_than_needed(cache, write, tensors, config, monkeyp
 )
 def test_what_looks_like_an_id(source, yes):
     assert is_hub_id(source) == yes
+
+
+def test_a_revision_becomes_the_commit_in_the_cache(cache, write, tensors, config):
+    fill(cache, "owner/model", write(tensors, config), revision="v1")
+    assert resolve_revision("owner/model", "v1") == COMMIT
+    assert resolve_revision("owner/model", COMMIT) == COMMIT
+    assert resolve_revision("owner/model", None) is None, "main is not in the cache"
+    assert resolve_revision("owner/absent", "v1") == "v1"
+    head = Unembedding.load("owner/model", revision=resolve_revision("owner/model", "v1"))
+    assert torch.equal(head.weight, tensors["lm_head.weight"])
+
+
+def test_what_is_here_already_has_no_revision(cache, write, tensors, config, monkeypatch):
+    folder = write(tensors, config)
+    assert resolve_revision(folder, None) is None
+    assert resolve_revision(str(folder), None) is None
+    assert resolve_revision(torch.nn.Linear(1, 1), None) is None
+    monkeypatch.chdir(folder.parent)
+    assert resolve_revision(folder.name, None) is None, "a folder that looks like an id"

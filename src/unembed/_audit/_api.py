@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -16,8 +16,9 @@ from torch import nn
 from unembed._audit._run import MEASUREMENTS, Progress, Run
 from unembed._version import __version__
 from unembed.integrations import Dtype
+from unembed.models import resolve_revision
 from unembed.results import InputError, Record, Result
-from unembed.text import read_files, read_topics
+from unembed.text import check_documents, read_files, read_topics
 
 DEMONSTRATION = Path(__file__).parents[1] / "assets" / "demonstration"
 
@@ -115,7 +116,7 @@ def audit(
         device=device,
         dtype=dtype,
         seed=seed,
-        revision=revision,
+        revision=resolve_revision(source, revision) or revision,
         norm=norm,
         resume=None if resume is None else Path(resume),
         say=progress or (lambda _phase, _done, _total: None),
@@ -151,9 +152,8 @@ def _documents(source: Any) -> Any:
         return read_files([source])
     if isinstance(source, Sequence) and source and all(isinstance(item, str | Path) for item in source):
         return read_files(source)
-    if isinstance(source, Iterable):
-        return source
-    raise InputError(f"`text` must be file paths or an iterable of Document, got {type(source).__name__}.")
+    check_documents(source)
+    return source
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Sized
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -222,7 +222,7 @@ def _described_text(documents: Any) -> dict[str, Any]:
     """What identifies a text: its own description, or the number and digest of documents in memory."""
     if hasattr(documents, "describe"):
         return documents.describe()
-    if not isinstance(documents, Sized):
+    if not isinstance(documents, Collection):
         return {"kind": type(documents).__name__}
     digest = hashlib.sha256()
     for document in documents:

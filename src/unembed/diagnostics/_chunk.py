@@ -153,7 +153,8 @@ class Chunk:
 @contextmanager
 def full_precision() -> Generator[None]:
     """Products of float32 matrices in float32, whatever the user allows elsewhere (TF32 keeps three digits)."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    stubs: Any = torch.backends  # which do not know of mkldnn.matmul
+    backends = (stubs.cuda.matmul, stubs.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

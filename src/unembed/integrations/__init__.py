@@ -2,6 +2,6 @@
 
 from unembed.integrations._open import Dtype, open_model, resolve_device
 from unembed.integrations._parity import check_parity
-from unembed.integrations._run import Block, hidden_states
+from unembed.integrations._run import Block, evaluating, hidden_states
 
-__all__ = ["Block", "Dtype", "check_parity", "hidden_states", "open_model", "resolve_device"]
+__all__ = ["Block", "Dtype", "check_parity", "evaluating", "hidden_states", "open_model", "resolve_device"]

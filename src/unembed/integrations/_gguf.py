@@ -3,51 +3,82 @@
 Why: transformers 5.24 parses the whole file three times for a model and its tokenizer, and gguf's `GGUFReader` makes
 several numpy views of a memory map for every token string, score and type. With Gemma 3's 262,144 tokens (270M, Q8_0,
 2 cores) model and tokenizer took 72 s of processor time; with this and one pass less they take 15 s.
+
+Bounds: the fast reader overrides a private method, so it is used only with the versions of gguf whose method was
+compared (equal code in all of them) and that hold the names it uses; with any other, the stock reader reads the file,
+correctly and slowly. It is seen by the thread that opened the block and by no other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 from collections.abc import Generator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unembed.results import InputError
+
+# `GGUFReader._get_field_parts` is the same, letter for letter, in 0.17.1, 0.18.0 and 0.19.0.
+_COMPARED = ("0.17.", "0.18.", "0.19.")
+_USED = {"_get_field_parts", "_get", "gguf_scalar_to_np", "byte_order"}
+_one_at_a_time = threading.RLock()  # or two blocks that overlap would put each other's reader back
+
 
 @contextlib.contextmanager
 def read_once() -> Generator[None]:
-    """Inside, `gguf.GGUFReader(path)` is the fast reader and gives the same object for the same file.
+    """Inside, `gguf.GGUFReader(path)` is the fast reader and gives this thread the same object for the same file.
 
-    transformers looks the name up at each call and offers no other way in. The name is put back at the end. What the
-    readers hold is equal (tested), so another thread that meets the fast one reads the same.
+    transformers looks the name up at each call and offers no other way in. The name is put back at the end. A second
+    thread that comes here waits for the first.
 
     Raises:
-        ImportError: If `gguf` is not installed.
+        InputError: If `gguf` is not installed.
     """
     try:
         import gguf as package
     except ImportError as error:
-        raise ImportError('Running a GGUF file needs gguf: pip install "unembed[hf]"') from error
+        raise InputError('Running a GGUF file needs gguf: pip install "unembed[hf]"') from error
     gguf: Any = package  # the name is set below, which its type does not foresee
-    stock = gguf.GGUFReader
-    fast = _fast_reader(stock)
+    with _one_at_a_time:
+        before = gguf.GGUFReader
+        gguf.GGUFReader = _reader_of(getattr(before, "stock", before))
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = before
+
+
+def _reader_of(stock: type) -> Any:
+    """What stands for `stock` meanwhile."""
+    fast = _fast_reader(stock) if _is_known(stock) else stock
+    owner = threading.get_ident()
     open_readers: dict[tuple[str, int], Any] = {}
 
-    def reader(path: Any, mode: str = "r") -> Any:
-        if mode != "r":
+    def read(path: Any, mode: str = "r") -> Any:
+        if mode != "r" or threading.get_ident() != owner:
             return stock(path, mode)
         key = (str(path), Path(path).stat().st_mtime_ns)
         if key not in open_readers:
             open_readers[key] = fast(path)
         return open_readers[key]
 
-    gguf.GGUFReader = reader
+    reader: Any = read
+    reader.stock = stock  # for a block inside a block
+    return reader
+
+
+def _is_known(stock: type) -> bool:
+    """Whether the installed gguf is one whose reader the fast one was made for."""
     try:
-        yield
-    finally:
-        gguf.GGUFReader = stock
+        installed = f"{version('gguf')}."
+    except PackageNotFoundError:
+        return False
+    return installed.startswith(_COMPARED) and all(hasattr(stock, name) for name in _USED)
 
 
 def _fast_reader(stock: type) -> type:

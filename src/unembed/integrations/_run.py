@@ -5,8 +5,9 @@ Shapes: N predictions, D hidden size, B windows in a batch, T tokens in a window
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from unembed.integrations._errors import out_of_memory
 from unembed.integrations._quiet import quiet
 from unembed.integrations._windows import Window, check_ids, leading_ids, plan_windows
 from unembed.results import InputError
-from unembed.text._source import Document
+from unembed.text import Document
 
 _SORTED = 8  # batches whose windows are sorted by length together
 
@@ -61,10 +62,11 @@ def hidden_states(
     Documents are cut into windows of `min(context, max(64, tokens // 32))` predictions: round `r` takes window `r` of
     every document until exactly `tokens` predictions are made (the rule in full: `_windows`). Documents with a length
     are shuffled by `seed`, streams keep their order. A token is predicted at most once, from its own window only.
-    Windows of like length are run together, padded on the right, which a causal model cannot see.
+    Windows of like length are run together, padded on the right, which a causal model cannot see. The model runs in
+    eval mode and without gradients; between the blocks it is in the mode it came in.
 
     Args:
-        model: A transformers causal language model in eval mode.
+        model: A transformers causal language model.
         tokenizer: Its tokenizer.
         documents: Gives the same documents each time it is iterated; several passes are made over a short text.
         tokens: Predictions in all. Fewer, with a warning, when the text is exhausted.
@@ -75,8 +77,8 @@ def hidden_states(
         progress: Called with the predictions done and `tokens` after each block.
 
     Raises:
-        InputError: If no prediction can be made, the model sees later tokens, its head cannot be found, an id has no
-            row, or memory runs out.
+        InputError: If `documents` can be read only once or holds something else, no prediction can be made, the model
+            sees later tokens, its head cannot be found, an id has no row, or memory runs out.
     """
     if tokens < 1 or context < 1 or batch_tokens < 1:
         raise InputError(
@@ -149,6 +151,23 @@ def _run(model: Any, batch: list[Window]) -> Block:
     )
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Without dropout and gradients; afterwards every module is in the mode it was in.
+
+    Only the flags are set: the `eval` of some modules does more, which setting the flag back would not undo.
+    """
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class _HeadReached(Exception):  # noqa: N818 - not an error, it ends a forward early
     """Raised inside a forward by the hook on the head, never seen outside."""
 
@@ -170,7 +189,7 @@ def head_input(model: Any, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
 
     hook = find_head(model).register_forward_pre_hook(stop)
     try:
-        with torch.no_grad(), quiet(), out_of_memory("running the model", "use fewer `batch_tokens`"):
+        with evaluating(model), quiet(), out_of_memory("running the model", "use fewer `batch_tokens`"):
             model(input_ids=ids.to(model.device), use_cache=False)
     except _HeadReached:
         pass

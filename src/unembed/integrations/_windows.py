@@ -77,7 +77,7 @@ def plan_windows(
     live: dict[int, np.ndarray] = {}  # documents that may have a next window -> ids from the one before its targets
     left, count, rounds, known = tokens, 0, 0, 0
     while left > 0 and (rounds == 0 or live):
-        source: Iterable[tuple[int, np.ndarray]] = list(live.items())
+        source: Iterable[tuple[int, np.ndarray]] = ((number, live[number]) for number in list(live))
         if rounds >= known:
             known = max(1, 2 * rounds)
             start = first + rounds * length - 1 if rounds else 0
@@ -114,9 +114,7 @@ class _Order:
             self.documents = list(documents)
             random.Random(seed).shuffle(self.documents)
 
-    def read(
-        self, tokenizer: Any, numbers: Container[int] | None, part: slice
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def read(self, tokenizer: Any, numbers: Container[int] | None, part: slice) -> Iterator[tuple[int, np.ndarray]]:
         """Those of the documents called `numbers`, or all; of each the ids in `part` that it has."""
         for number, document in enumerate(self.documents):
             if numbers is None or number in numbers:

@@ -51,7 +51,7 @@ def check_documents(documents: Any) -> None:
         raise InputError("Expected documents, got one string; give [unembed.text.Document(name, text)].")
     if not isinstance(documents, Iterable):
         raise InputError(f"Expected documents, got {type(documents).__name__}; give a list of unembed.text.Document.")
-    if iter(documents) is documents:
+    if isinstance(documents, Iterator):
         raise InputError(
             f"Expected documents that can be read several times, got {type(documents).__name__}, which can be read "
             "once; give a list, or a source that starts again each time it is iterated."
