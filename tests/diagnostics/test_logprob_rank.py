@@ -53,8 +53,10 @@ def test_singular_values_are_those_of_the_written_out_matrix(*, n, v, d, biased,
     hidden = (_randn(n, hidden_rank, seed=2) @ _randn(hidden_rank, d, seed=3)).to(dtype)
     exact = _matrix(head, hidden)
     values = torch.linalg.svdvals(exact)
-    # The log-sum-exp is rounded to the dtype at the size of the scores: one error a token, times sqrt(V) in the matrix.
-    size = max(float(exact.abs().max()), float(head.scores(hidden).abs().max()))
+    # The log-sum-exp is rounded to the dtype at the size of the products that make up a score: one error a token, times
+    # sqrt(V) in the matrix.
+    terms = scale * (hidden.abs() @ head.weight.abs().T).max()
+    size = max(float(exact.abs().max()), float(terms), 1.0)
     allowed = (1e-13 if double else 3e-7) * size * math.sqrt(n * v)
     result = _measured(head, hidden)
     found = _values(result)
