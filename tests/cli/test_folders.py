@@ -44,3 +44,14 @@ def test_the_same_model_twice_is_refused(again):
 def test_hub_ids_that_make_one_name_are_refused():
     with pytest.raises(InputError, match="org/x and org-x would share the folder org-x"):
         folders(["org/x", "org-x"], None)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):
+    from unembed.cli._folders import check_writable
+
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="is a file; give a folder"):
+            check_writable(folder)
+    check_writable(tmp_path / "new" / "below")
+    assert not (tmp_path / "new").exists()

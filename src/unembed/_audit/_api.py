@@ -138,6 +138,7 @@ def _chosen(checks: Sequence[str] | None) -> tuple[str, ...]:
     """Names of the measurements in the order of the report."""
     if checks is None:
         return tuple(MEASUREMENTS)
+    checks = [checks] if isinstance(checks, str) else checks
     unknown = [name for name in checks if name not in MEASUREMENTS]
     if unknown or not checks:
         raise InputError(f"`checks` takes names from {', '.join(MEASUREMENTS)}; got {', '.join(unknown) or 'none'}.")

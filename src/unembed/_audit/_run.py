@@ -153,7 +153,7 @@ class Run:
         """Every prediction of the text through every accumulator."""
         described = _described_text(self.text)
         progressed = Progressed(self.resume, self._identity(record, model, tokenizer, described), accumulators)
-        done = progressed.restore()
+        done, window = progressed.restore(), 0
         workspace = diagnostics.Workspace()
         with self.phase("measure", self.tokens), diagnostics.full_precision(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The text is exhausted")  # UNE021 says so
@@ -162,6 +162,7 @@ class Run:
             )
             try:
                 for block in blocks:
+                    window = max(window, int(block.windows.unique(return_counts=True)[1].max()))
                     self._add(block, done, tokenizer, accumulators, workspace)
                     done += len(block)
                     progressed.keep(done)
@@ -175,6 +176,7 @@ class Run:
             "device": str(accumulators[0].head.weight.device),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "context": self.context,
+            "window": window,
             "tokens": done,
             "tokens_requested": self.tokens,
             "text": described,

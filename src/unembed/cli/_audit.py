@@ -52,7 +52,13 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_whole(1), default=8192, metavar="N", help="predictions to measure on (8192)")
-    parser.add_argument("--context", type=_whole(1), default=512, metavar="N", help="longest window, in tokens (512)")
+    parser.add_argument(
+        "--context",
+        type=_whole(1),
+        default=512,
+        metavar="N",
+        help="longest window, in tokens; shorter for few --tokens (512)",
+    )
     parser.add_argument("--checks", default=_CHECKS, metavar="A,B", help=f"measurements to make ({_CHECKS})")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (cpu)")
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, help="in what the body runs (float32)")
@@ -105,12 +111,15 @@ def _whole(least: int, most: int | None = None) -> Any:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Audit every model; 1 if a finding reaches `--fail-on`."""
     from unembed import report
-    from unembed.cli._folders import folders
+    from unembed.cli._folders import check_writable, folders
     from unembed.cli._progress import Progress
 
     report.check_installed()
     worst = 0
-    for model, folder in folders(options.models, options.out):
+    planned = folders(options.models, options.out)
+    for _, folder in planned:
+        check_writable(folder)
+    for model, folder in planned:
         kept = folder / ".unembed-resume" if options.resume else None
         try:
             with Progress() as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,19 @@ def folders(models: Sequence[str], out: Path | None) -> list[tuple[str | None, P
     if len(models) == 1 and out is not None:
         return [(models[0], out)]
     return [(model, (out or Path("out")) / name) for model, name in zip(models, _names(models), strict=True)]
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse before any work what would fail at its end.
+
+    Raises:
+        InputError: If `folder` is a file, lies below one, or cannot be made or written.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise InputError(f"--out {folder}: {place} is a file; give a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"--out {folder}: {place} cannot be written to; give another folder.")
 
 
 def _names(models: Sequence[str]) -> list[str]:

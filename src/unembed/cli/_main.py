@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -42,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     for command in COMMANDS:
         command.add_to(commands)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = parser.parse_args(arguments)
         return options.run(options)

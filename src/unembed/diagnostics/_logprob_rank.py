@@ -280,7 +280,9 @@ def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
     return Finding(
         LogprobRank.code,
         "info",
-        f"Log-probabilities use {values['rank']} of {values['bound']} possible dimensions, V is {head.vocab:,}",
+        f"{values['tokens']} contexts are too few for the bound: {values['rank']} of {values['bound']} dimensions seen"
+        if short
+        else f"Log-probabilities use {values['rank']} of {values['bound']} possible dimensions, V is {head.vocab:,}",
         evidence,
         "Fewer contexts than the bound were measured, so the bound could not be reached."
         if short
