@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,19 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def _interrupted(process: subprocess.Popen) -> str:
+    """Press Ctrl-C, again if need be: Python drops an interrupt that comes while it runs a destructor."""
+    for _ in range(15):
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=4)[1]
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    return process.communicate()[1]
+
+
 @pytest.mark.parametrize(
     ("more", "said"), [([], "no half-written file is left"), (["--resume"], "nothing was kept yet")]
 )
@@ -237,8 +251,7 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing(more, said, family_folder, tex
         [sys.executable, "-c", _STUCK, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "measuring\n"
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    error = _interrupted(process)
     assert process.returncode == 130
     assert error.startswith("unembed: interrupted; ")
     assert error.endswith(f"{said}\n")
