@@ -57,6 +57,28 @@ def test_several_models_get_a_folder_each(family_folder, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(model.name for model in models)
 
 
+def test_one_model_that_fails_does_not_stop_the_others(family_folder, tmp_path, capsys):
+    good, missing = family_folder("llama"), tmp_path / "none" / "at" / "all"
+    options = ["--checks", "spectrum", "--out", tmp_path / "out"]
+    code, out, error = _run("audit", missing, good, *options, capsys=capsys)
+    assert code == 2
+    assert (tmp_path / "out" / good.name / "audit.json").exists()
+    assert f"Audit of {good}" in out.replace("\n", "")
+    first, last = error.strip().splitlines()
+    assert first.startswith(f"unembed: {missing}: no such file")
+    assert last == f"unembed: 1 of 2 models could not be audited: {missing}"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [good.name]
+
+
+def test_an_error_of_ours_ends_the_audit_of_several_with_a_traceback(family_folder, tmp_path, monkeypatch):
+    def broken(*_arguments, **_options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("unembed.audit", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["audit", str(family_folder("llama")), "second", "--out", str(tmp_path / "out")])
+
+
 def test_fail_on_turns_a_finding_into_exit_code_1(family_folder, tmp_path, capsys):
     options = ["audit", family_folder("llama"), "--checks", "spectrum", "--out", tmp_path / "out"]
     assert _run(*options, capsys=capsys)[0] == 0

@@ -35,6 +35,16 @@ def test_equal_names_get_parents_in_front_until_they_differ():
     assert _names("b/c/ck", "c/ck") == ["out/b-c-ck", f"out/{deeper}-c-ck"]
 
 
+def test_a_gguf_file_gives_its_name_without_the_ending():
+    Path("a/m.gguf").write_text("")
+    Path("b/m.gguf").write_text("")
+    assert _names("a/m.gguf") == ["out/m"]
+    assert _names("a/m.gguf", "b/m.gguf") == ["out/a-m", "out/b-m"]
+    Path("a/m").mkdir()
+    with pytest.raises(InputError, match="would share the folder"):
+        folders(["a/m.gguf", "a/m"], None)
+
+
 @pytest.mark.parametrize("again", ["a/ck", "a/../a/ck/", "./a/ck"])
 def test_the_same_model_twice_is_refused(again):
     with pytest.raises(InputError, match="given twice"):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unembed.diagnostics import Coefficients, LinearHead, chunks
-from unembed.diagnostics._coefficients import _rank_edges
+from unembed.diagnostics._coefficients import _rank_edges, random_share
 
 
 def _randn(*shape, seed=0):
@@ -133,3 +133,48 @@ def test_nothing_sampled_says_so():
 def test_every_below_one_is_an_error():
     with pytest.raises(ValueError, match="`every` must be at least 1, got 0"):
         Coefficients(LinearHead(torch.eye(2)), every=0)
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_random_share_is_the_mean_over_random_subspaces(centre: bool) -> None:
+    vocab, rank, draws = 30, 5, 4000
+    random = np.random.default_rng(0)
+    gradient = random.standard_normal(vocab) / np.arange(1, vocab + 1)
+    gradient -= gradient.mean() if centre else 0
+    gradient /= np.linalg.norm(gradient)
+    energy = np.zeros(vocab)
+    for _ in range(draws):
+        columns = random.standard_normal((vocab, rank))
+        basis = np.linalg.qr(columns - columns.mean(0) if centre else columns)[0]
+        energy += (basis @ (basis.T @ gradient)) ** 2
+    size = vocab - centre
+    expected = random_share(gradient**2, np.ones(vocab), rank, size)
+    assert expected.sum() == pytest.approx(1, abs=1e-12)
+    assert energy / energy.sum() == pytest.approx(expected, abs=0.01)
+    edges = [0, 1, 4, 30]
+    grouped = random_share(np.add.reduceat(gradient**2, edges[:-1]), np.diff(edges), rank, size)
+    assert grouped == pytest.approx(np.add.reduceat(expected, edges[:-1]))
+
+
+@pytest.mark.parametrize(("rank", "vocab"), [(7, 7), (1, 1)])
+def test_a_subspace_that_is_everything_keeps_everything_in_place(rank: int, vocab: int) -> None:
+    full = np.linspace(1, 2, vocab) / np.linspace(1, 2, vocab).sum()
+    assert random_share(full, np.ones(vocab), rank, vocab) == pytest.approx(full)
+
+
+def test_nothing_is_left_by_a_subspace_without_dimensions() -> None:
+    assert random_share(np.array([0.5, 0.5]), np.ones(2), 0, 2).tolist() == [0, 0]
+
+
+def test_the_kept_profile_of_random_heads_is_the_null() -> None:
+    """Random weights, random states: kept and null agree on average, in the JSON values too."""
+    kept, null = [], []
+    for seed in range(60):
+        head = LinearHead(_randn(40, 6, seed=seed) * 1e-3)
+        coefficients = Coefficients(head)
+        coefficients.update(_randn(20, 6, seed=seed + 1000), torch.arange(20))
+        values = coefficients.result().values
+        assert values is not None
+        kept.append([values[f"kept_{kind}"]["energy_top_1"] for kind in ("raw", "centred")])
+        null.append([values[f"null_{kind}"]["energy_top_1"] for kind in ("raw", "centred")])
+    assert np.mean(kept, axis=0) == pytest.approx(np.mean(null, axis=0), rel=0.03)

@@ -258,3 +258,34 @@ def test_a_factorised_head_in_half_precision_gives_the_rank_of_its_factors():
     weight = (_randn(1500, 5) @ _randn(5, 40, seed=1)).bfloat16()
     head = LinearHead(weight.float(), noise_eps=2**-7)
     assert _measured(head, _randn(300, 40, seed=2).float()).values["rank"] == 6
+
+
+def test_repeated_contexts_are_counted_once_and_said() -> None:
+    head = LinearHead(_randn(30, 8))
+    openings = _randn(5, 8, seed=1)
+    hidden = openings[torch.arange(40) % 5] * (1 + 1e-7 * _randn(40, 1, seed=2))
+    result = _measured(head, hidden)
+    assert result.values["distinct_contexts"] == result.values["limit"] == 5
+    assert result.values["tokens"] == 40
+    assert result.findings[0].title.startswith("5 distinct contexts are too few for the bound")
+    assert "40 contexts, 5 of them distinct," in result.findings[0].evidence
+
+
+def test_states_that_differ_in_length_alone_are_distinct_contexts() -> None:
+    head = LinearHead(_randn(30, 1))
+    assert _measured(head, torch.tensor([[1.0], [2.0], [0.0], [2.0], [0.0]])).values["distinct_contexts"] == 3
+
+
+def test_distinct_contexts_are_counted_up_to_the_bound_and_merge() -> None:
+    head = LinearHead(_randn(30, 4), bias=_randn(30, seed=1))
+    hidden = _randn(40, 4, seed=2)
+    assert _measured(head, hidden).values["distinct_contexts"] is None
+    enough, few = _measured(head, hidden[:6]), _measured(head, hidden[:5])  # the bound is 4 + 1 + 1
+    assert enough.values["distinct_contexts"] == 6
+    assert enough.findings[0].title.startswith("Log-probabilities use 6 of 6")
+    assert few.findings[0].title.startswith("5 distinct contexts are too few for the bound: 5 of 6")
+    one, other = LogprobRank(head), LogprobRank(head)
+    one.update(hidden[:3], torch.zeros(3, dtype=torch.int64))
+    other.update(hidden[2:5], torch.zeros(3, dtype=torch.int64))
+    one.merge(other)
+    assert one.result().values["distinct_contexts"] == 5

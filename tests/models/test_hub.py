@@ -117,8 +117,8 @@ def test_a_revision_becomes_the_commit_in_the_cache(cache, write, tensors, confi
     fill(cache, "owner/model", write(tensors, config), revision="v1")
     assert resolve_revision("owner/model", "v1") == COMMIT
     assert resolve_revision("owner/model", COMMIT) == COMMIT
-    assert resolve_revision("owner/model", None) is None, "main is not in the cache"
-    assert resolve_revision("owner/absent", "v1") == "v1"
+    with pytest.raises(InputError, match="owner/model is no file or folder here"):
+        resolve_revision("owner/model", None)  # main is not in the cache
     head = Unembedding.load("owner/model", revision=resolve_revision("owner/model", "v1"))
     assert torch.equal(head.weight, tensors["lm_head.weight"])
 
@@ -130,3 +130,20 @@ def test_what_is_here_already_has_no_revision(cache, write, tensors, config, mon
     assert resolve_revision(torch.nn.Linear(1, 1), None) is None
     monkeypatch.chdir(folder.parent)
     assert resolve_revision(folder.name, None) is None, "a folder that looks like an id"
+
+
+def test_a_hub_that_does_not_answer_is_asked_twice_and_in_silence(cache, monkeypatch, capfd):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("unembed.models._hub.time.sleep", lambda _seconds: None)
+    asked = []
+
+    def no_answer(url, **_options):
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", no_answer)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_a, **_k: pytest.fail("no download without an answer"))
+    with pytest.raises(InputError, match=r"no config\.json \(ConnectionError: Name or service not known\)"):
+        Unembedding.load("owner/absent")
+    assert asked == ["https://huggingface.co/owner/absent/resolve/main/config.json"] * 2
+    assert capfd.readouterr() == ("", "")

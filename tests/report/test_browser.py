@@ -246,6 +246,22 @@ def test_a_vocabulary_long_table_stays_quick_and_downloads_whole(browser, record
     visit.close()
 
 
+def test_the_cell_of_a_notebook_is_small_and_silent(browser, saved: Path, tmp_path: Path) -> None:
+    from unembed._audit import Audit
+
+    cell = Audit(Record.load(saved.parent))._repr_html_()
+    assert len(cell) < 400_000
+    outer = tmp_path / "notebook.html"
+    outer.write_text(cell, encoding="utf-8")
+    visit = Visit(browser, outer)
+    frame = visit.page.frames[1]
+    frame.wait_for_selector("#summary")
+    assert frame.evaluate("document.querySelectorAll('.plot, button.csv').length") == 0
+    assert frame.evaluate("document.querySelectorAll('section.measurement table').length") > 5
+    visit.complaints = [c for c in visit.complaints if c != "request: about:srcdoc"]
+    visit.close()
+
+
 def test_page_works_inside_the_frame_of_a_notebook(browser, saved: Path, tmp_path: Path) -> None:
     from html import escape
 

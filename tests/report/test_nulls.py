@@ -3,31 +3,8 @@
 import numpy as np
 import pytest
 
-from unembed.report._coefficients import random_share, symlog
+from unembed.report._coefficients import symlog
 from unembed.report._spectrum import random_spectrum
-
-
-def test_random_share_is_the_mean_over_random_subspaces() -> None:
-    vocab, rank, draws = 30, 5, 4000
-    random = np.random.default_rng(0)
-    gradient = random.standard_normal(vocab) / np.arange(1, vocab + 1)
-    gradient /= np.linalg.norm(gradient)
-    energy = np.zeros(vocab)
-    for _ in range(draws):
-        basis = np.linalg.qr(random.standard_normal((vocab, rank)))[0]
-        energy += (basis @ (basis.T @ gradient)) ** 2
-    expected = random_share(gradient**2, np.ones(vocab), rank, vocab)
-    assert expected.sum() == pytest.approx(1, abs=1e-12)
-    assert energy / energy.sum() == pytest.approx(expected, abs=0.01)
-    edges = [0, 1, 4, 30]
-    grouped = random_share(np.add.reduceat(gradient**2, edges[:-1]), np.diff(edges), rank, vocab)
-    assert grouped == pytest.approx(np.add.reduceat(expected, edges[:-1]))
-
-
-@pytest.mark.parametrize(("rank", "vocab"), [(7, 7), (1, 1)])
-def test_a_subspace_that_is_everything_keeps_everything_in_place(rank: int, vocab: int) -> None:
-    full = np.linspace(1, 2, vocab) / np.linspace(1, 2, vocab).sum()
-    assert random_share(full, np.ones(vocab), rank, vocab) == pytest.approx(full)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(4000, 200), (300, 200), (200, 200)])

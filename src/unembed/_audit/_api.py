@@ -58,7 +58,7 @@ class Audit:
 
         from unembed import report
 
-        page = escape(report.render(self.record), quote=True)
+        page = escape(report.render(self.record, figures=False), quote=True)
         style = "width:100%;height:60em;border:0"
         return f'<iframe srcdoc="{page}" style="{style}" sandbox="allow-scripts allow-downloads"></iframe>'
 

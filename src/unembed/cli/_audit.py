@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unembed.cli._output import drop_output
+from unembed.cli._output import BAD, drop_output, one_line, say
 
 if TYPE_CHECKING:
     from unembed.results import Record
@@ -57,7 +57,8 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
         type=_whole(1),
         default=512,
         metavar="N",
-        help="longest window, in tokens; shorter for few --tokens (512)",
+        help="longest window of a document, in predictions (512); at most max(64, TOKENS // 32), so that few --tokens "
+        "still see many documents",
     )
     parser.add_argument("--checks", default=_CHECKS, metavar="A,B", help=f"measurements to make ({_CHECKS})")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (cpu)")
@@ -109,18 +110,20 @@ def _whole(least: int, most: int | None = None) -> Any:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Audit every model; 1 if a finding reaches `--fail-on`."""
+    """Audit every model; 1 if a finding reaches `--fail-on`, 2 if a model could not be audited."""
     from unembed import report
     from unembed.cli._folders import check_writable, folders
     from unembed.cli._progress import Progress
 
     report.check_installed()
     worst = 0
+    failed: list[str] = []
     planned = folders(options.models, options.out)
     for _, folder in planned:
         check_writable(folder)
     for model, folder in planned:
         kept = folder / ".unembed-resume" if options.resume else None
+        _announce_hub(model)
         try:
             with Progress() as progress:
                 audit = _audit(model, options, kept, progress)
@@ -131,9 +134,29 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 raise
             left = f"the sums so far are kept in {kept}; the same command goes on from them"
             raise KeyboardInterrupt(left if kept.exists() else "nothing was kept yet") from None
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            line = one_line(error)
+            if len(planned) == 1 or line is None:
+                raise
+            say(line)
+            failed.append(str(model))
+            continue
         _show(audit.record, folder)
         worst = max(worst, _reaches(audit.record, options.fail_on))
+    if failed:
+        say(f"{len(failed)} of {len(planned)} models could not be audited: {', '.join(failed)}")
+        return BAD
     return worst
+
+
+def _announce_hub(model: str | None) -> None:
+    """Say that a name is looked for on the hub: a mistyped path looks like one, and an answer takes a while."""
+    from unembed.models import is_on_hub
+
+    if model is not None and is_on_hub(model):
+        say(f"{model}: no such path here, asking the Hugging Face hub")
 
 
 def _audit(model: str | None, options: argparse.Namespace, kept: Path | None, progress: Any) -> Any:

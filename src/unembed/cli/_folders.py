@@ -36,10 +36,17 @@ def check_writable(folder: Path) -> None:
 
 
 def _names(models: Sequence[str]) -> list[str]:
-    """The last part of each path, with as many parents in front as make it the only one; hub ids are whole."""
-    parts = [Path(model).resolve().parts if Path(model).exists() else (model,) for model in models]
+    """The last part of each path, with as many parents in front as make it the only one; hub ids are whole.
+
+    A GGUF file gives its name without the ending: a folder called `x.gguf` would be taken for a model.
+    """
+    paths = [Path(model).resolve() if Path(model).exists() else None for model in models]
+    parts = [
+        (model,) if path is None else (path.with_suffix("") if path.suffix == ".gguf" else path).parts
+        for model, path in zip(models, paths, strict=True)
+    ]
     for place, model in enumerate(models):
-        if parts.index(parts[place]) < place:
+        if paths[place] in paths[:place] if paths[place] else model in models[:place]:
             raise InputError(f"{model} is given twice; name each model once.")
     depths = [1] * len(models)
     while True:

@@ -13,28 +13,17 @@ from typing import NoReturn
 
 from unembed._version import __version__
 from unembed.cli import _audit
-from unembed.cli._output import drop_output, flush, printable, say
+from unembed.cli._output import BAD, drop_output, flush, one_line, printable, say
 
 COMMANDS = (_audit,)
-_DONE, _BAD, _INTERRUPTED = 0, 2, 130
-_EXTRAS = {
-    "transformers": "hf",
-    "tokenizers": "hf",
-    "datasets": "hf",
-    "gguf": "hf",
-    "accelerate": "hf",
-    "plotly": "report",
-    "jinja2": "report",
-    "markupsafe": "report",
-    "rich": "cli",
-}
+_INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse with one line an error."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_BAD, f"unembed: {printable(message)}; `{self.prog} --help` lists what it takes\n")
+        self.exit(BAD, f"unembed: {printable(message)}; `{self.prog} --help` lists what it takes\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,34 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away before we were done; nobody is left to tell
         drop_output()
-        return _BAD
+        return BAD
     except Exception as error:
-        line = _one_line(error)
+        line = one_line(error)
         if line is None:
             raise
         say(line)
-        return _BAD
+        return BAD
     finally:
         flush()
-
-
-def _one_line(error: Exception) -> str | None:
-    """What to tell the user, or None for an error of ours, whose traceback we want to see."""
-    from unembed.results import InputError
-
-    if isinstance(error, OSError):
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror or error}"
-    said = " ".join(str(error).split())
-    if isinstance(error, InputError):
-        return said
-    return _missing(error, said) if isinstance(error, ImportError) else None
-
-
-def _missing(error: ImportError, said: str) -> str | None:
-    """The line for an optional package that is missing or broken; None for any other import."""
-    if 'pip install "unembed[' in said:
-        return said
-    package = (error.name or "").partition(".")[0]
-    extra = _EXTRAS.get(package)
-    return f'{package} cannot be imported ({said}): pip install "unembed[{extra}]"' if extra else None

@@ -22,7 +22,7 @@ def print_summary(record: Record, folder: Path) -> None:
     def line(said: str, style: str = "", **more: Any) -> None:
         console.print(rich_module("text").Text(printable(said), style=style), **more)
 
-    title = f"Audit of {record.model['source']}"
+    title = f"Audit of {record.model['source']}{_amount(record)}"
     if console.width < _TABLE_FITS:
         line(title)
         for name, value, against, interval in _rows(record):
@@ -52,6 +52,15 @@ def _table(title: str, rows: list[tuple[str, str, str, str]]) -> Any:
     for row in rows:
         table.add_row(*(text(printable(cell)) for cell in row))
     return table
+
+
+def _amount(record: Record) -> str:
+    """`, 8,192 predictions in 57 documents`."""
+    tokens, gradient = record.provenance.get("tokens"), record.results.get("gradient")
+    if tokens is None:
+        return ""
+    documents = gradient.values["documents"] if gradient and gradient.values else None
+    return f", {tokens:,} predictions" + (f" in {documents:,} document{'s'[: documents != 1]}" if documents else "")
 
 
 def _integrity(record: Record) -> str:

@@ -1,6 +1,6 @@
 """UNE104 `coefficients`: the logit gradient's coefficients in order of size, before and after the head.
 
-After Figure 7 of (Godey and Artzi, 2026, arXiv:2603.10145).
+After Figure 7 of (Godey and Artzi, 2026, arXiv:2603.10145), with what a random subspace would leave of them.
 """
 
 from __future__ import annotations
@@ -82,13 +82,25 @@ class Coefficients(Accumulator):
         count = self._tokens * (ends - starts)
         kinds = _KINDS if self.head.softcap is None else _KINDS[:2]
         columns: dict[str, np.ndarray] = {"rank_from": starts + 1, "rank_to": ends}
-        values: dict[str, Any] = {"tokens": self._tokens, "every": self._every}
         for kind, name in enumerate(kinds):
             total, squares = self._sums[kind, :, 0].numpy(), self._sums[kind, :, 1].numpy()
             mean = total / count
             columns[f"{name}_mean"] = mean
             columns[f"{name}_sd"] = np.sqrt(np.maximum(squares / count - mean**2, 0))
             columns[f"{name}_energy"] = squares / max(squares.sum(), np.finfo(float).tiny)
+        for kind in kinds[1:]:
+            columns[kind.replace("kept", "null") + "_energy"] = random_share(
+                columns["full_energy"],
+                ends - starts,
+                self.head.svd.rank if kind == "kept_centred" else self.head.svd.rank_raw,
+                # Row-centred, the subspace is drawn inside the complement of the ones, where the gradient lies.
+                self.head.vocab - (kind == "kept_centred"),
+            )
+        values: dict[str, Any] = {"tokens": self._tokens, "every": self._every}
+        for name in (*_KINDS, "null_raw", "null_centred"):
+            if f"{name}_energy" not in columns:
+                values[name] = None
+                continue
             shares = np.cumsum(columns[f"{name}_energy"])
             values[name] = {
                 f"energy_top_{top}": float(shares[np.searchsorted(ends, min(top, self.head.vocab))])
@@ -101,10 +113,11 @@ class Coefficients(Accumulator):
             "full_energy": "share of the squared norm",
             "kept_raw_mean": "the same after projection on col(W)",
             "kept_centred_mean": "the same after projection on col(W - 1 mean^T)",
+            "null_raw_energy": "expected after a random subspace of the rank of W",
+            "null_centred_energy": "expected after a random subspace of the rank of W - 1 mean^T",
         }
+        notes = {name: note for name, note in notes.items() if name in columns}
         table = Table("coefficients_profile", "Coefficients by rank of the full gradient", columns, notes)
-        if "kept_centred" not in values:
-            values["kept_centred"] = None
         return Result(self.name, self.code, self.title, values, (table,), (_finding(values),))
 
 
@@ -117,16 +130,42 @@ def _rank_edges(vocab: int) -> list[int]:
     return sorted({edge for edge in edges if edge < vocab} | {vocab})
 
 
+def random_share(full: np.ndarray, widths: np.ndarray, rank: int, size: int) -> np.ndarray:
+    r"""Expected share of the kept energy by group of coordinates, for a random subspace.
+
+    For a projector $\Pi$ on a random r-dimensional subspace of n dimensions and a unit vector g,
+    $E (\Pi g)_i^2 = b + (a - b) g_i^2$ with $a = E \Pi_{11}^2 = r (r + 2) / (n (n + 2))$ and
+    $b = E \Pi_{12}^2 = r (n - r) / (n (n - 1) (n + 2))$. Inside the complement of the ones n is V - 1, and the b of a
+    coordinate is shared out over V.
+
+    Args:
+        full: Share of the full energy in each group.
+        widths: Coordinates in each group.
+        rank: r.
+        size: n.
+    """
+    if rank < 1:
+        return np.zeros(len(full))
+    if size < 2 or rank >= size:
+        return np.asarray(full, dtype=float)
+    same = rank * (rank + 2) / (size * (size + 2))
+    other = rank * (size - rank) / (size * (size - 1) * (size + 2))
+    even = widths * (size / widths.sum())
+    return (even * other + (same - other) * full) / (rank / size)
+
+
 def _finding(values: dict[str, Any]) -> Finding:
-    name = "kept_raw" if values["kept_centred"] is None else "kept_centred"
-    full, kept = values["full"]["energy_top_10"], values[name]["energy_top_10"]
+    name = "raw" if values["kept_centred"] is None else "centred"
+    full, kept, null = (values[key]["energy_top_10"] for key in ("full", f"kept_{name}", f"null_{name}"))
     return Finding(
         Coefficients.code,
         "info",
-        f"The ten largest coefficients hold {full:.1%} of the gradient's energy before the head, {kept:.1%} after",
-        f"shares of the squared norm over {values['tokens']} sampled tokens, "
-        f"{'raw' if name == 'kept_raw' else 'row-centred'} convention",
+        f"The ten largest coefficients hold {100 * full:.2f} % of the gradient's energy before the head, "
+        f"{100 * kept:.2f} % after",
+        f"after a random subspace of the same rank {100 * null:.2f} % in expectation; shares of the squared norm over "
+        f"{values['tokens']:,} sampled tokens, {'raw' if name == 'raw' else 'row-centred'} convention",
         "What remains outside the top is spread over tokens that were hardly predicted.",
         "Energy in the tail need not be noise: a projection moves it there for any subspace that is not aligned with "
-        "the coordinate axes, a random one included.",
+        "the coordinate axes, a random one included. More than the random share says that the head is aligned with "
+        "the coefficients that matter, not that training is better for it.",
     )

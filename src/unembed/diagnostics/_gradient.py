@@ -158,15 +158,16 @@ def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
                 Gradient.code,
                 "warning",
                 "Nothing of the gradient passes the head",
-                f"rank {numbers['rank']} in {head.vocab} ({name} convention, {values['tokens']} tokens)",
+                f"rank {numbers['rank']:,} in {head.vocab:,} ({name} convention, {values['tokens']:,} tokens)",
                 "All rows of the matrix are equal within its rounding, so hidden states do not move a probability.",
             )
         ]
     ends = numbers["ratio_ci95"]
-    span = f", 95 % interval {ends[0]:.3g} to {ends[1]:.3g} over {values['documents']} documents" if ends else ""
+    span = f", 95 % interval {ends[0]:.3g} to {ends[1]:.3g} over {values['documents']:,} documents" if ends else ""
     evidence = (
-        f"kept {numbers['kept']:.4f} of the norm, a random subspace of rank {numbers['rank']} in {head.vocab} keeps "
-        f"{numbers['kept_null']:.4f}: ratio {numbers['ratio']:.3g}{span} ({name} convention, {values['tokens']} tokens)"
+        f"kept {numbers['kept']:.4f} of the norm, a random subspace of rank {numbers['rank']:,} in {head.vocab:,} "
+        f"keeps {numbers['kept_null']:.4f}: ratio {numbers['ratio']:.3g}{span} ({name} convention, "
+        f"{values['tokens']:,} tokens)"
     )
     below = ends is not None and ends[1] < 1
     return [
@@ -177,8 +178,9 @@ def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
             if below
             else f"The head passes {numbers['ratio']:.3g} times what a random subspace of its rank would",
             evidence,
-            f"{numbers['destroyed']:.1%} of the norm of the logit gradient is outside what the body can be told in one "
-            f"step; a random head of this rank leaves out {math.sqrt(1 - numbers['kept_null'] ** 2):.1%}.",
+            f"{100 * numbers['destroyed']:.2f} % of the norm of the logit gradient is outside what the body can be "
+            f"told in one step; a random head of this rank leaves out "
+            f"{100 * math.sqrt(1 - numbers['kept_null'] ** 2):.2f} %.",
             "Compression measured, not learning lost: whether it harms training is for controlled experiments to say.",
         )
     ]

@@ -61,6 +61,8 @@ class LogprobRank(Accumulator):
         self._masked = head.bias is not None and not bool(torch.isfinite(head.bias).all())
         self._bias = None if head.bias is None or self._masked else _BiasParts(head)
         self._sketch = None if head.softcap is None else _Sketch(head, seed)
+        most = head.width + 2 if self._sketch is None else self._sketch.width  # no rank is above this
+        self._distinct = _Distinct(head.width, limit=most + 1, tolerance=max(1e-4, 16 * hidden_eps), seed=seed)
 
     def add(self, chunk: Chunk) -> None:
         """Add one chunk to the left factor, or to the sketch under a soft-cap."""
@@ -68,6 +70,7 @@ class LogprobRank(Accumulator):
             return
         self._tokens += len(chunk)
         self._energy += ops.squared_norms(chunk.hidden).sum()
+        self._distinct.add(chunk.hidden)
         lse = (chunk.total.log() + chunk.peak).cpu().to(torch.float64)
         if self._sketch is None:
             scaled = chunk.hidden.cpu().to(torch.float64) * self.head.scale
@@ -105,16 +108,19 @@ class LogprobRank(Accumulator):
         """Take over the sums and the factor of `other`."""
         super().merge(other)
         assert isinstance(other, LogprobRank)
+        self._distinct.add_marks(other._distinct.marks)
         if other._factor is not None:
             self._factor = other._factor if self._factor is None else ops.thin_r([self._factor, other._factor])
 
     def state(self) -> dict[str, Tensor]:
-        """The sums and the factor."""
-        return super().state() | ({} if self._factor is None else {"factor": self._factor})
+        """The sums, the factor and the marks of the contexts."""
+        kept = super().state() | {"distinct": self._distinct.marks}
+        return kept | ({} if self._factor is None else {"factor": self._factor})
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the sums and the factor."""
+        """Replace what `state` gives."""
         super().load_state(state)
+        self._distinct.marks = state["distinct"]
         self._factor = state.get("factor")
 
     def result(self) -> Result:
@@ -131,11 +137,13 @@ class LogprobRank(Accumulator):
         noise, noise_centred = (self._noise(values, stretch) for values, stretch in self._stretches(raw, centred))
         rank = int((raw > noise).sum())
         size = min(self._tokens, columns)
+        limit = size if self._distinct.count is None else min(size, self._distinct.count)
         values: dict[str, Any] = {
             "tokens": self._tokens,
+            "distinct_contexts": self._distinct.count,
             "rank": rank,
             "rank_is": "exact" if self._sketch is None else "lower bound from a random sketch",
-            "limit": size if self._sketch is None else min(size, self._factor.shape[1]),
+            "limit": limit if self._sketch is None else min(limit, self._factor.shape[1]),
             "bound": self.head.rank_bound,
             "tolerance": noise,
             "tolerance_rule": _RULE,
@@ -193,6 +201,52 @@ class LogprobRank(Accumulator):
         product = self._factor @ torch.cat([*right, last])
         without_ones = torch.cat([product[:, :-2], product[:, -1:]], dim=1)
         return torch.linalg.svdvals(product), torch.linalg.svdvals(without_ones)
+
+
+class _Distinct:
+    """Counts hidden states that differ, up to `limit` of them.
+
+    The first tokens of a document are often those of another, and equal contexts add nothing to a rank. A state is
+    known by its norm and four random projections: those of equal contexts differ by the rounding of their batches.
+
+    Args:
+        width: D.
+        limit: Stops counting here.
+        tolerance: Largest difference of equal contexts over their norm.
+        seed: Of the projections.
+    """
+
+    _PROJECTIONS = 4
+    _ROWS = 256
+
+    def __init__(self, width: int, *, limit: int, tolerance: float, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._turn = torch.randn(width, self._PROJECTIONS, generator=generator, dtype=torch.float64)
+        self._limit, self._tolerance = limit, tolerance
+        self.marks = torch.zeros(0, 1 + self._PROJECTIONS, dtype=torch.float64)
+
+    @property
+    def count(self) -> int | None:
+        """Distinct states seen, None once there are `limit` of them."""
+        return None if len(self.marks) >= self._limit else len(self.marks)
+
+    def add(self, hidden: Float[Tensor, "n D"]) -> None:
+        """Look at more states."""
+        for part in hidden.split(self._ROWS):
+            if self.count is None:
+                return
+            wide = part.cpu().to(torch.float64)
+            norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+            self.add_marks(torch.cat([norm, wide @ self._turn], dim=1))
+
+    def add_marks(self, marks: Float[Tensor, "n m"]) -> None:
+        """Take over those marks that are new."""
+        for part in marks.split(self._ROWS):
+            near = self._tolerance * part[:, :1]
+            known = torch.cdist(part, self.marks, p=torch.inf) <= near
+            earlier = (torch.cdist(part, part, p=torch.inf) <= near).tril(-1)
+            fresh = ~known.any(1) & ~earlier.any(1)
+            self.marks = torch.cat([self.marks, part[fresh]])[: self._limit]
 
 
 class _BiasParts:
@@ -264,27 +318,31 @@ def _table(raw: Tensor, centred: Tensor, size: int) -> Table:
 def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
     span = "W, 1" if head.bias is None else "W, b, 1"
     residual = f"{values['residual']:.2g} of the centred scores lies outside span({span})" if values["residual"] else ""
-    evidence = (
-        f"rank {values['rank']} on {values['tokens']} contexts at tolerance {values['tolerance']:.3g}; {residual}"
-    )
+    contexts = f"{values['tokens']:,} contexts"
+    if values["distinct_contexts"] is not None:
+        contexts += f", {values['distinct_contexts']:,} of them distinct,"
+    evidence = f"rank {values['rank']:,} on {contexts} at tolerance {values['tolerance']:.3g}; {residual}"
     if values["bound"] is None:
         return Finding(
             LogprobRank.code,
             "info",
-            f"The soft-cap lifts the rank bound; a rank of at least {values['rank']} was seen",
+            f"The soft-cap lifts the rank bound; a rank of at least {values['rank']:,} was seen",
             evidence,
-            f"A sketch of {values['limit']} columns was used, so a larger rank would not show.",
+            f"A sketch of {values['limit']:,} columns was used, so a larger rank would not show.",
             "No bound does not mean that any distribution can be expressed.",
         )
-    short = values["tokens"] < values["bound"]
+    distinct = values["distinct_contexts"]
+    short = distinct is not None and distinct < values["bound"]
     return Finding(
         LogprobRank.code,
         "info",
-        f"{values['tokens']} contexts are too few for the bound: {values['rank']} of {values['bound']} dimensions seen"
+        f"{distinct:,} distinct contexts are too few for the bound: {values['rank']:,} of {values['bound']:,} "
+        "dimensions seen"
         if short
-        else f"Log-probabilities use {values['rank']} of {values['bound']} possible dimensions, V is {head.vocab:,}",
+        else f"Log-probabilities use {values['rank']:,} of {values['bound']:,} possible "
+        f"dimensions, V is {head.vocab:,}",
         evidence,
-        "Fewer contexts than the bound were measured, so the bound could not be reached."
+        "Fewer distinct contexts than the bound were measured, so the bound could not be reached."
         if short
         else "Whatever the body learns, log-probabilities over all contexts stay in a space of that dimension.",
         "A bound that is met limits what can be expressed exactly; whether the loss would fall without it is open.",

@@ -180,7 +180,7 @@ def _findings(values: dict[str, Any]) -> tuple[Finding, ...]:
             if values["anisotropy"] is None
             else f"Two hidden states have a cosine of {values['anisotropy']:.2f} on average",
             f"null 0 for evenly spread directions (standard deviation {values['anisotropy_null_sd'] or 0:.1g}); "
-            f"90 % of the centred energy in {values['hidden_ranks_centred']['directions_90']} directions",
+            f"90 % of the centred energy in {values['hidden_ranks_centred']['directions_90']:,} directions",
             f"Loss {loss['mean']:.3f} nats{span}, entropy {entropy['mean']:.3f} nats.",
             "Anisotropy alone is not a fault: a shared direction cancels in the softmax if W is centred.",
         )

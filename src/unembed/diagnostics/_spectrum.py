@@ -143,7 +143,7 @@ def _extremes(norms: np.ndarray, head: LinearHead) -> Table:
 def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
     rank, width = values["rank"], min(head.width, head.vocab)
     evidence = (
-        f"rank {rank} of {width} raw, {values['centred']['rank']} row-centred; "
+        f"rank {rank:,} of {width:,} raw, {values['centred']['rank']:,} row-centred; "
         f"tolerance {values['tolerance']:.3g} (the noise of rounding to the stored dtype)"
     )
     full = rank == width
@@ -152,11 +152,11 @@ def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
         Finding(
             Spectrum.code,
             "info" if full else "warning",
-            "The matrix uses all its directions" if full else f"{width - rank} of {width} directions are empty",
+            "The matrix uses all its directions" if full else f"{width - rank:,} of {width:,} directions are empty",
             evidence,
             "The rank is what bounds the head, not D."
             if not full
-            else f"90 % of the centred energy lies in {spread} of {width} directions.",
+            else f"90 % of the centred energy lies in {spread:,} of {width:,} directions.",
             "A full rank does not say that the directions are used well, nor that a larger D would help.",
         )
     ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 from unembed.models._safetensors import INDEX, SINGLE, Checkpoint
 from unembed.models._tokens import FILES
 from unembed.results import InputError
+from unembed.text import one_line, quiet_loggers
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_LOGGERS = ("huggingface_hub", "httpx", "httpx2", "urllib3")
+_SECONDS = 10  # to wait for the first answer
 
 
 def is_hub_id(source: str) -> bool:
@@ -18,6 +22,11 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and not source.endswith(
         (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
     )
+
+
+def is_on_hub(source: object) -> bool:
+    """Whether `source` will be looked up on the hub: it has the form of a model id and is no path here."""
+    return isinstance(source, str) and not Path(source).expanduser().exists() and is_hub_id(source)
 
 
 def resolve_revision(source: object, revision: str | None) -> str | None:
@@ -31,13 +40,15 @@ def resolve_revision(source: object, revision: str | None) -> str | None:
 
     Returns:
         40 hex digits; `revision` as it came where no commit is to be had; None for what is here already.
+
+    Raises:
+        InputError: If the model cannot be had.
     """
-    if not isinstance(source, str) or Path(source).expanduser().exists() or not is_hub_id(source):
+    if not isinstance(source, str) or not is_on_hub(source):
         return None
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
-    path, _ = HubModel(source, revision)._try("config.json")
-    commit = "" if path is None else path.parent.name  # .../snapshots/COMMIT/config.json
+    commit = HubModel(source, revision).config().parent.name  # .../snapshots/COMMIT/config.json
     return commit if _COMMIT.fullmatch(commit) else revision
 
 
@@ -52,6 +63,7 @@ class HubModel:
     def __init__(self, repo_id: str, revision: str | None) -> None:
         try:
             import huggingface_hub
+            import huggingface_hub.errors
         except ImportError:
             raise InputError(
                 f'{repo_id} is no file or folder here, and a hub id needs huggingface_hub: pip install "unembed[hf]".'
@@ -59,6 +71,7 @@ class HubModel:
         self._hub = huggingface_hub
         self.repo_id = repo_id
         self.revision = revision
+        self._answered = False
 
     def fetch(self, name: str) -> Path:
         """The local path of a file.
@@ -106,8 +119,28 @@ class HubModel:
 
     def _try(self, name: str) -> tuple[Path | None, str]:
         """Path of a file, or None and the reason in one line."""
+        with quiet_loggers(*_LOGGERS):
+            try:
+                self._contact(name)
+                return Path(self._hub.hf_hub_download(self.repo_id, name, revision=self.revision)), ""
+            except Exception as error:  # httpx, the hub and the file system each have their own
+                return None, f"{type(error).__name__}: {one_line(error)}"
+
+    def _contact(self, name: str) -> None:
+        """Ask for a file's size before the first download, twice at most: the download itself tries for half a minute.
+
+        A mistyped path looks like an id, so the hub that does not answer is the common case, not the rare one.
+        """
+        hub = self._hub
+        cached = isinstance(hub.try_to_load_from_cache(self.repo_id, name, revision=self.revision), str)
+        if self._answered or cached or hub.constants.HF_HUB_OFFLINE:
+            return
+        url = hub.hf_hub_url(self.repo_id, name, revision=self.revision)
         try:
-            return Path(self._hub.hf_hub_download(self.repo_id, name, revision=self.revision)), ""
-        except Exception as error:  # httpx, the hub and the file system each have their own
-            lines = str(error).strip().splitlines()
-            return None, f"{type(error).__name__}: {lines[0] if lines else ''}".strip()
+            hub.get_hf_file_metadata(url, timeout=_SECONDS)
+        except hub.errors.HfHubHTTPError:  # an answer
+            raise
+        except Exception:  # a connection that failed, by whichever library
+            time.sleep(1)
+            hub.get_hf_file_metadata(url, timeout=_SECONDS)
+        self._answered = True

@@ -18,7 +18,7 @@ def figures(result: Result, record: Record) -> list[Figure]:
     """The profile of the full and of the kept coefficients."""
     table = result.table("coefficients_profile")
     kinds = [kind for kind in _KINDS if f"{kind}_mean" in table.columns]
-    return [_profile(table, kinds), _energy(table, kinds, record)]
+    return [_profile(table, kinds), _energy(table, kinds)]
 
 
 def _profile(table: Table, kinds: list[str]) -> Figure:
@@ -132,23 +132,21 @@ def _symlog_ticks(ends: tuple[float, float], unit: float) -> dict[str, Any]:
     }
 
 
-def _energy(table: Table, kinds: list[str], record: Record) -> Figure:
+def _energy(table: Table, kinds: list[str]) -> Figure:
     columns, last = table.columns, table.columns["rank_to"]
     traces = [line("full, before the head", "full", last, np.cumsum(columns["full_energy"]))]
     traces += [line(_KINDS[k][1], _KINDS[k][0], last, np.cumsum(columns[f"{k}_energy"])) for k in kinds]
-    rank = _rank(record)
-    null = ""
-    if rank:
-        expected = random_share(columns["full_energy"], last - columns["rank_from"] + 1, rank, int(last[-1]))
-        drawn = line("null: random subspace", "null", last, np.cumsum(expected)) | {"mode": "lines"}
-        traces.append(drawn)
-        null = f" Null, dotted: the same gradient through a random subspace of rank {number(rank)}, in expectation."
+    null = "null_centred" if "kept_centred" in kinds else "null_raw"
+    drawn = line("null: random subspace", "null", last, np.cumsum(columns[f"{null}_energy"])) | {"mode": "lines"}
+    traces.append(drawn)
     tops = [f"{_KINDS[kind][1]} {number(float(columns[f'{kind}_energy'][0]))}" for kind in kinds]
     return Figure(
         "Energy in the largest coefficients",
         "The share of the squared norm in the first coefficients, ranked by the full gradient. Before the "
         "head nearly all lies in a few; after it most is spread over tokens that were hardly predicted. Look "
-        f"for a kept curve above the null: a head that favours the coefficients that matter.{null}",
+        "for a kept curve above the null: a head that favours the coefficients that matter. Null, dotted: the same "
+        f"gradient through a random subspace of the {'row-centred' if null == 'null_centred' else 'raw'} rank, in "
+        "expectation.",
         f"Line chart. The first coefficient carries {number(float(columns['full_energy'][0]))} of the full "
         f"energy; after the head: {', '.join(tops)}.",
         traces,
@@ -158,32 +156,3 @@ def _energy(table: Table, kinds: list[str], record: Record) -> Figure:
         },
         (table.name,),
     )
-
-
-def _rank(record: Record) -> int | None:
-    """Rank of the head's column space, from whichever measurement knows it."""
-    for name in ("gradient", "spectrum"):
-        values = record.results[name].values if name in record.results else None
-        rank = ((values or {}).get("raw") or values or {}).get("rank")
-        if rank:
-            return int(rank)
-    return None
-
-
-def random_share(full: np.ndarray, widths: np.ndarray, rank: int, vocab: int) -> np.ndarray:
-    r"""Expected share of the kept energy by group of coordinates, for a random subspace.
-
-    For a projector $\Pi$ on a random r-dimensional subspace and a unit vector g, $E (\Pi g)_i^2 = b + (a - b) g_i^2$
-    with $a = E \Pi_{11}^2 = r (r + 2) / (V (V + 2))$ and $b = E \Pi_{12}^2 = r (V - r) / (V (V - 1) (V + 2))$.
-
-    Args:
-        full: Share of the full energy in each group.
-        widths: Coordinates in each group.
-        rank: r.
-        vocab: V.
-    """
-    if vocab < 2 or rank >= vocab:
-        return np.asarray(full, dtype=float)
-    same = rank * (rank + 2) / (vocab * (vocab + 2))
-    other = rank * (vocab - rank) / (vocab * (vocab - 1) * (vocab + 2))
-    return (widths * other + (same - other) * full) / (rank / vocab)

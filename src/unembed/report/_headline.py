@@ -67,12 +67,15 @@ def _gradient(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
 def _rank(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
     bound = values["bound"]
     limit = f"{number(bound)} is the bound" if bound is not None else "No bound under a soft-cap; this is a lower bound"
+    contexts = count(values["tokens"], "context")
+    if values["distinct_contexts"] is not None:
+        contexts += f", {number(values['distinct_contexts'])} distinct"
     return [
         Key(
             "Rank of log P",
             number(values["rank"]),
             f"of {number(bound)}" if bound is not None else "",
-            f"{limit}. {count(values['tokens'], 'context')}, tolerance {number(values['tolerance'])}",
+            f"{limit}. {contexts}, tolerance {number(values['tolerance'])}",
             "logprob_rank",
         )
     ]

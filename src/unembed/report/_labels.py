@@ -39,6 +39,7 @@ _LABELS = {
     "max": "Largest",
     "all_rows": "With padding rows",
     "rank_at": "Rank at a tolerance relative to the largest value",
+    "distinct_contexts": "Distinct contexts",
     "residual": "Share of the scores outside the span of the bound",
     "residual_tokens": "Predictions it was measured on",
     # gradient
@@ -57,6 +58,8 @@ _LABELS = {
     "full": "Full gradient",
     "kept_raw": "Kept, raw W",
     "kept_centred": "Kept, row-centred W",
+    "null_raw": "Null, rank of W",
+    "null_centred": "Null, rank of row-centred W",
     "energy_top_1": "Energy in the largest coefficient",
     "energy_top_10": "Energy in the 10 largest",
     "energy_top_100": "Energy in the 100 largest",

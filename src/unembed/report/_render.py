@@ -43,11 +43,13 @@ def check_installed() -> None:
             raise _missing(package)
 
 
-def render(record: Record | str | Path) -> str:
+def render(record: Record | str | Path, *, figures: bool = True) -> str:
     """The report of an audit as one self-contained page. The same record gives the same text.
 
     Args:
         record: A record, or the folder it was saved in.
+        figures: Whether to draw; without, the page has words and the first rows of the tables in a fortieth of the
+            size, for a notebook.
 
     Raises:
         InputError: If plotly or jinja2 is missing; names the extra that brings them.
@@ -55,9 +57,9 @@ def render(record: Record | str | Path) -> str:
     """
     if not isinstance(record, Record):
         record = Record.load(record)
-    sections = _sections(record)
+    sections = _sections(record, figures=figures)
     reading, passed = _summary.by_status(record.integrity)
-    figures = [figure for section in sections for figure in section["figures"]]
+    drawn = [figure for section in sections for figure in section["figures"]]
     tables = [table for section in sections for table in section["tables"]]
     return (
         _environment()
@@ -75,10 +77,11 @@ def render(record: Record | str | Path) -> str:
             anchors={section["result"].name: section["id"] for section in sections},
             sections=sections,
             tables=tables,
-            drawings=[_drawing(item["figure"]) for item in figures],
+            drawings=[_drawing(item["figure"]) for item in drawn],
+            brief=not figures,
             facts=_facts(record),
             rows_shown=ROWS_SHOWN,
-            plotly=_part("plotly.offline").get_plotlyjs(),
+            plotly=_part("plotly.offline").get_plotlyjs() if drawn else "",
         )
     )
 
@@ -133,7 +136,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _sections(record: Record) -> list[dict[str, Any]]:
+def _sections(record: Record, *, figures: bool) -> list[dict[str, Any]]:
     """What the template needs of each measurement; figures and tables carry their number on the page."""
     sections: list[dict[str, Any]] = []
     figure_count = table_count = 0
@@ -143,17 +146,17 @@ def _sections(record: Record) -> list[dict[str, Any]]:
         while anchor in taken:
             anchor += "-"
         taken.add(anchor)
-        figures = _FIGURES[name](result, record) if name in _FIGURES and result.values is not None else []
+        drawn = _FIGURES[name](result, record) if figures and name in _FIGURES and result.values is not None else []
         tables = [{"number": table_count + i, "name": t.name, "view": view(t)} for i, t in enumerate(result.tables)]
         # A table stands under the last figure that it holds the data of.
-        under = {table: i for i, figure in enumerate(figures) for table in figure.tables}
+        under = {table: i for i, figure in enumerate(drawn) for table in figure.tables}
         placed = [
             {
                 "number": figure_count + i,
                 "figure": figure,
                 "tables": [table for table in tables if under.get(table["name"]) == i],
             }
-            for i, figure in enumerate(figures)
+            for i, figure in enumerate(drawn)
         ]
         sections.append(
             {
@@ -166,7 +169,7 @@ def _sections(record: Record) -> list[dict[str, Any]]:
                 "loose": [table for table in tables if table["name"] not in under],
             }
         )
-        figure_count, table_count = figure_count + len(figures), table_count + len(tables)
+        figure_count, table_count = figure_count + len(drawn), table_count + len(tables)
     return sections
 
 

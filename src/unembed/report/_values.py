@@ -12,7 +12,7 @@ from typing import Any
 from unembed.report._labels import label
 from unembed.report._words import NONE, number, span
 
-_CONVENTIONS = {"raw", "centred", "kept_raw", "kept_centred"}
+_CONVENTIONS = {"raw", "centred", "kept_raw", "kept_centred", "null_centred"}
 _HEADINGS = {
     "spectrum": {"": "Raw W"},
     "logprob_rank": {"": "As it is", "centred": "Row-centred"},

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from unembed.results import InputError
 from unembed.text._dataset import read_dataset
+from unembed.text._display import visible
 from unembed.text._source import Document, Source, one_line
 
 __all__ = ["Document", "Source", "read_dataset", "read_files", "read_topics"]
@@ -22,6 +23,7 @@ __all__ = ["Document", "Source", "read_dataset", "read_files", "read_topics"]
 _PART = 1 << 15
 _HASHED = 1 << 28  # bytes: a larger file is described by its size alone, hashing it would take seconds
 _CHUNK = 1 << 20  # bytes read at a time
+_LONG = 300  # characters: a longer path is prose, and cut in messages
 
 
 def read_files(paths: Iterable[str | Path], *, field: str = "text") -> Source:
@@ -103,13 +105,17 @@ class _Topics:
 
 
 def _refuse_bad_path(path: Path) -> None:
-    if path.is_dir():
-        raise InputError(f"{path}: expected a text file, got a folder; name the files in it.")
     try:
+        if path.is_dir():
+            raise InputError(f"{path}: expected a text file, got a folder; name the files in it.")
         with path.open("rb") as file:
             first = file.read(1)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}).") from error
+        name = str(path) if len(str(path)) <= _LONG and "\n" not in str(path) else visible(str(path), 40)
+        raise InputError(
+            f"{name}: cannot be read ({error.strerror}); expected the path of a text file "
+            "(a text itself goes in as unembed.text.Document)."
+        ) from error
     if not first:
         raise InputError(f"{path}: expected text, got an empty file.")
 
