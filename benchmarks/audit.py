@@ -40,6 +40,7 @@ def row(name: str, seconds: float, megabytes: float, found: dict) -> str:
         f"{centred['kept']:.4f}",
         f"{centred['kept_null']:.4f}",
         f"{centred['ratio']:.3f} ({centred['ratio_ci95'][0]:.3f} to {centred['ratio_ci95'][1]:.3f})",
+        f"1 ± {1.96 * centred['ratio_null_sd']:.3f}",
         f"{centred['destroyed']:.2%} ({(1 - centred['kept_null'] ** 2) ** 0.5:.2%})",
         f"{rank['rank']} of {rank['bound']}",
         f"{loss['mean']:.3f} ({loss['ci95'][0]:.3f} to {loss['ci95'][1]:.3f})",
@@ -65,8 +66,8 @@ def main() -> None:
         f"`python benchmarks/audit.py`, all five measurements on the default text; {machine()}.",
         "Gradient in the row-centred convention; 95 % intervals in brackets; destroyed of a random head in brackets.",
         "",
-        "| model | V x D | kept | null | ratio | destroyed | rank of log P | loss, nats | time, peak memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | V x D | kept | null | ratio | 95 % of random | destroyed | rank of log P | loss, nats | time, peak memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *rows,
     ]
     write_section("audits", "\n".join(lines))

@@ -193,6 +193,7 @@ def test_few_documents_give_no_interval_and_say_so(family_folder, documents):
         ({"tokens": 0}, "`tokens` must be at least 1"),
         ({"context": 0}, "`context` must be at least 1"),
         ({"seed": -1}, "`seed` must be at least 0"),
+        ({"tokens": "200"}, "`tokens` must be a whole number, got '200'"),
         ({"text": 5}, "Expected documents, got int"),
     ],
 )

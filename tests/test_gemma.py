@@ -64,17 +64,33 @@ def test_the_numbers_are_those_of_a_float64_computation_with_a_full_qr(record, o
     np.exp(scores, out=scores)
     gradient = scores / scores.sum(1, keepdims=True)
     loss = -np.log(gradient[np.arange(len(y)), y]).mean()
+    entropy = -(gradient * np.log(np.maximum(gradient, 1e-300))).sum(1).mean()
     gradient[np.arange(len(y)), y] -= 1
     norm = np.linalg.norm(gradient)
 
     found = record.results["gradient"].values
-    assert record.results["saturation"].values["loss"]["mean"] == pytest.approx(loss, rel=1e-4)
+    saturation = record.results["saturation"].values
+    assert saturation["loss"]["mean"] == pytest.approx(loss, rel=1e-4)
+    assert saturation["entropy"]["mean"] == pytest.approx(entropy, rel=1e-4)
+    directions = h / np.linalg.norm(h, axis=1, keepdims=True)
+    cosine = (np.linalg.norm(directions.sum(0)) ** 2 - len(h)) / (len(h) * (len(h) - 1))
+    assert saturation["anisotropy"] == pytest.approx(cosine, rel=1e-4)
+    assert record.results["logprob_rank"].values["rank"] == record.results["logprob_rank"].values["limit"]
+    shares = record.results["coefficients"].values
+    order = np.argpartition(np.abs(gradient), -10)[:, -10:]
+    top = np.take_along_axis(gradient, order, 1)
+    assert shares["full"]["energy_top_10"] == pytest.approx((top**2).sum() / norm**2, rel=1e-4)
     q, r = np.linalg.qr(weight)
     assert found["raw"]["kept"] == pytest.approx(np.linalg.norm(gradient @ q) / norm, rel=1e-4)
     spectrum = record.results["spectrum"].values
     assert spectrum["largest"] == pytest.approx(np.linalg.norm(r, 2), rel=1e-6)
     assert spectrum["condition"] == pytest.approx(np.linalg.cond(r), rel=1e-6)
     q, _ = np.linalg.qr(weight - weight.mean(0))
+    kept = (gradient @ q) @ q.T
+    top = np.take_along_axis(kept, order, 1)
+    assert shares["kept_centred"]["energy_top_10"] == pytest.approx(
+        (top**2).sum() / np.linalg.norm(kept) ** 2, rel=1e-4
+    )
     assert found["centred"]["kept"] == pytest.approx(np.linalg.norm(gradient @ q) / norm, rel=1e-4)
 
 

@@ -70,6 +70,22 @@ def test_one_model_that_fails_does_not_stop_the_others(family_folder, tmp_path, 
     assert [path.name for path in (tmp_path / "out").iterdir()] == [good.name]
 
 
+@pytest.mark.parametrize("option", [["--text", "missing.txt"], ["--checks", "spectra"], ["--device", "abacus"]])
+def test_what_is_wrong_for_all_models_is_said_once(option, family_folder, tmp_path, capsys):
+    code, _, error = _run("audit", family_folder("llama"), family_folder("qwen3"), *option, capsys=capsys)
+    assert option[1] in _refused(code, error)
+
+
+def test_a_mistyped_option_names_the_right_one(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", "--tokns", "64"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error == (
+        "unembed: unrecognized argument --tokns, did you mean --tokens?; `unembed audit --help` lists what it takes\n"
+    )
+
+
 def test_an_error_of_ours_ends_the_audit_of_several_with_a_traceback(family_folder, tmp_path, monkeypatch):
     def broken(*_arguments, **_options):
         raise RuntimeError("a bug")

@@ -118,7 +118,7 @@ def test_the_interval_is_over_documents_and_needs_eight():
     hidden, targets = _randn(48, 4, seed=1), torch.arange(48) % 20
     few = _measured(head, hidden, targets, torch.arange(48) % 7)
     assert few.values["raw"]["ratio_ci95"] is few.values["centred"]["ratio_ci95"] is None
-    assert few.values["interval"] == "none: 7 documents, at least 8 are needed"
+    assert few.values["interval"] == "none: 7 documents, at least 8 are needed (a line of a .jsonl file is one)"
     assert "interval" not in few.findings[0].evidence
     many = _measured(head, hidden, targets, torch.arange(48) % 12)
     assert many.values["documents"] == 12
@@ -225,3 +225,41 @@ def test_a_head_with_masked_ids_is_refused_rather_than_given_a_wrong_null():
     result = _measured(LinearHead(_randn(20, 4).float(), bias=bias), _randn(6, 4).float(), torch.arange(6) % 5)
     assert result.values is None
     assert "leave their rows out" in result.reason
+
+
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("concentrated", [False, True])
+def test_the_spread_of_the_null_is_that_of_random_heads(centre, concentrated):
+    """The same gradients through many random subspaces; the fewer directions they go in, the more the ratio spreads."""
+    v, d, n = 60, 8, 50
+    hidden = _randn(n, d, seed=3) * 0.1
+    targets = torch.arange(n) % (2 if concentrated else n)
+    name = "centred" if centre else "raw"
+    result = _measured(LinearHead(_randn(v, d) * 0.01), hidden, targets)
+    expected = result.values[name]["ratio_null_sd"]
+    full = torch.softmax(hidden @ (_randn(v, d) * 0.01).T, -1) - torch.nn.functional.one_hot(targets, v)
+    ratios = []
+    for seed in range(600):
+        columns = _randn(v, d, seed=100 + seed)
+        basis = torch.linalg.qr(columns - columns.mean(0) if centre else columns).Q
+        null = math.sqrt(d / (v - 1 if centre else v))
+        ratios.append(float((full @ basis).norm() / full.norm()) / null)
+    # The estimate comes from 32 directions: 496 products, heavy tailed where the gradients go in few directions.
+    assert expected == pytest.approx(np.std(ratios), rel=0.35, abs=0.006)
+    assert (expected > 0.1) == concentrated
+
+
+def test_a_random_head_is_not_called_better_or_worse_than_random():
+    """Ratios of untrained heads differ from 1 by more than their interval over documents; the title must not mind."""
+    v, d, n = 400, 16, 600
+    targets = (torch.rand(n, generator=torch.Generator().manual_seed(5)) ** 6 * v).long()
+    documents = torch.arange(n) // 20
+    alarms = outside = 0
+    for seed in range(40):
+        head = LinearHead(_randn(v, d, seed=seed) * 0.02)
+        result = _measured(head, _randn(n, d, seed=1000 + seed) * 0.1, targets, documents)
+        low, high = result.values["centred"]["ratio_ci95"]
+        outside += not low <= 1 <= high
+        alarms += "about what a random subspace" not in result.findings[0].title
+    assert outside > 8, "the interval over documents alone would call many of them different"
+    assert alarms <= 4

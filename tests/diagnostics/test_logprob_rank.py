@@ -268,7 +268,7 @@ def test_repeated_contexts_are_counted_once_and_said() -> None:
     assert result.values["distinct_contexts"] == result.values["limit"] == 5
     assert result.values["tokens"] == 40
     assert result.findings[0].title.startswith("5 distinct contexts are too few for the bound")
-    assert "40 contexts, 5 of them distinct," in result.findings[0].evidence
+    assert "40 contexts (5 of them distinct)" in result.findings[0].evidence
 
 
 def test_states_that_differ_in_length_alone_are_distinct_contexts() -> None:
@@ -289,3 +289,28 @@ def test_distinct_contexts_are_counted_up_to_the_bound_and_merge() -> None:
     other.update(hidden[2:5], torch.zeros(3, dtype=torch.int64))
     one.merge(other)
     assert one.result().values["distinct_contexts"] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shared", [1.0, 10.0, 1e6])
+def test_states_round_a_shared_direction_are_never_fewer_than_their_rank(dtype, shared):
+    hidden = (_randn(41, 40) + shared * _randn(1, 40, seed=1)).to(dtype).float()
+    values = _measured(LinearHead(_randn(90, 40)), hidden, hidden_eps=torch.finfo(dtype).eps).values
+    assert values["rank"] <= values["limit"]
+    if shared < 1e6:
+        assert values["distinct_contexts"] == 41
+
+
+def test_distinct_contexts_do_not_depend_on_chunks():
+    hidden = _randn(1, 6) + 2e-6 * torch.arange(40)[:, None]  # a chain: each near the next, far from the last
+    head = LinearHead(_randn(30, 6))
+    whole = LogprobRank(head)
+    whole.update(hidden, torch.zeros(40, dtype=torch.int64))
+    assert whole.result().values["distinct_contexts"] == _measured(head, hidden).values["distinct_contexts"]
+
+
+def test_under_a_softcap_the_finding_says_what_limits_the_rank():
+    head = LinearHead(_randn(300, 8), softcap=2.0)
+    hidden = _randn(5, 8, seed=1)[torch.arange(60) % 5]
+    means = _measured(head, hidden).findings[0].means
+    assert means == "At most 5 could have shown, with 60 contexts (5 of them distinct) and a sketch of 20 columns."

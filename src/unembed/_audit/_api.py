@@ -15,9 +15,9 @@ from torch import nn
 
 from unembed._audit._run import MEASUREMENTS, Progress, Run
 from unembed._version import __version__
-from unembed.integrations import Dtype
+from unembed.integrations import Dtype, resolve_device
 from unembed.models import resolve_revision
-from unembed.results import InputError, Record, Result
+from unembed.results import Finding, InputError, Record, Result
 from unembed.text import check_documents, read_files, read_topics
 
 DEMONSTRATION = Path(__file__).parents[1] / "assets" / "demonstration"
@@ -39,6 +39,15 @@ class Audit:
     def results(self) -> dict[str, Result]:
         """Measurement name -> result."""
         return self.record.results
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, the gravest first."""
+        return self.record.findings
+
+    def __repr__(self) -> str:
+        model = self.record.model.get("source")
+        return f"<Audit of {model}: {', '.join(self.results)}; {len(self.findings)} findings>"
 
     def save(self, folder: str | Path) -> Path:
         """Write `audit.json`, `tables.npz`, `tables/*.csv` and `report.html`: all of them or none.
@@ -128,8 +137,20 @@ def audit(
     return Audit(record, resume=run.resume)
 
 
+def check_options(*, checks: Sequence[str] | None, device: str) -> None:
+    """Refuse names of measurements and devices that are none, before anything is read.
+
+    Raises:
+        InputError: If one is unknown or not there.
+    """
+    _chosen(checks)
+    resolve_device(device)
+
+
 def _check_numbers(*, tokens: int, context: int, seed: int) -> None:
     for name, value, least in (("tokens", tokens, 1), ("context", context, 1), ("seed", seed, 0)):
+        if not isinstance(value, int):
+            raise InputError(f"`{name}` must be a whole number, got {value!r}.")
         if value < least:
             raise InputError(f"`{name}` must be at least {least}, got {value}.")
 

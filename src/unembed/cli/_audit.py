@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import functools
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unembed.cli._output import BAD, drop_output, one_line, say
+from unembed.cli._output import BAD, drop_output, say
 
 if TYPE_CHECKING:
     from unembed.results import Record
@@ -35,7 +36,7 @@ def add_to(commands: Any) -> None:
     _add_text(parser)
     _add_measuring(parser)
     _add_outcome(parser)
-    parser.set_defaults(run=functools.partial(run, parser))
+    parser.set_defaults(run=functools.partial(run, parser), parser=parser)
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:
@@ -112,12 +113,16 @@ def _whole(least: int, most: int | None = None) -> Any:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Audit every model; 1 if a finding reaches `--fail-on`, 2 if a model could not be audited."""
     from unembed import report
+    from unembed._audit import check_options
     from unembed.cli._folders import check_writable, folders
     from unembed.cli._progress import Progress
+    from unembed.results import InputError
 
     report.check_installed()
     worst = 0
     failed: list[str] = []
+    documents = _documents(options)
+    check_options(checks=_checks(options), device=options.device)  # what is wrong for all models is said once
     planned = folders(options.models, options.out)
     for _, folder in planned:
         check_writable(folder)
@@ -126,7 +131,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         _announce_hub(model)
         try:
             with Progress() as progress:
-                audit = _audit(model, options, kept, progress)
+                audit = _audit(model, options, documents, kept, progress)
             audit.record.provenance["command"] = _command(parser, options, model, folder)
             audit.save(folder)
         except KeyboardInterrupt:
@@ -134,13 +139,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 raise
             left = f"the sums so far are kept in {kept}; the same command goes on from them"
             raise KeyboardInterrupt(left if kept.exists() else "nothing was kept yet") from None
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            line = one_line(error)
-            if len(planned) == 1 or line is None:
+        except InputError as error:
+            if len(planned) == 1:
                 raise
-            say(line)
+            say(str(error))
             failed.append(str(model))
             continue
         _show(audit.record, folder)
@@ -152,28 +154,44 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _announce_hub(model: str | None) -> None:
-    """Say that a name is looked for on the hub: a mistyped path looks like one, and an answer takes a while."""
+    """Say on a terminal that a name is looked up on the hub: a mistyped path looks like one, and answers take time."""
+    if model is None or not sys.stderr.isatty():
+        return
     from unembed.models import is_on_hub
 
-    if model is not None and is_on_hub(model):
+    if is_on_hub(model):
         say(f"{model}: no such path here, asking the Hugging Face hub")
 
 
-def _audit(model: str | None, options: argparse.Namespace, kept: Path | None, progress: Any) -> Any:
-    import unembed
+def _checks(options: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in options.checks.split(",") if name.strip()]
+
+
+def _documents(options: argparse.Namespace) -> Any:
     from unembed.text import read_dataset, read_files
 
-    documents = None
     if options.text:
-        documents = read_files(options.text, field=options.field)
-    elif options.dataset:
+        return read_files(options.text, field=options.field)
+    if options.dataset:
         name, _, config = options.dataset.partition(":")
-        documents = read_dataset(name, config or None, split=options.split, field=options.field)
+        return read_dataset(name, config or None, split=options.split, field=options.field)
+    return None
+
+
+def _audit(
+    model: str | None,
+    options: argparse.Namespace,
+    documents: Any,
+    kept: Path | None,
+    progress: Any,
+) -> Any:
+    import unembed
+
     return unembed.audit(
         model,
         text=documents,
         tokens=options.tokens,
-        checks=[name.strip() for name in options.checks.split(",") if name.strip()],
+        checks=_checks(options),
         context=options.context,
         device=options.device,
         dtype=options.dtype,
@@ -201,7 +219,7 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace, model
     words = ["unembed", "audit", *([model] if model else [])]
     given = vars(options) | ({"out": folder} if len(options.models) > 1 else {})
     for name, value in given.items():
-        if name == "models" or value == parser.get_default(name):
+        if name in ("models", "parser", "run") or value == parser.get_default(name):
             continue
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, list):

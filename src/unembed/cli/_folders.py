@@ -42,11 +42,12 @@ def _names(models: Sequence[str]) -> list[str]:
     """
     paths = [Path(model).resolve() if Path(model).exists() else None for model in models]
     parts = [
-        (model,) if path is None else (path.with_suffix("") if path.suffix == ".gguf" else path).parts
+        (model,) if path is None else (path.with_suffix("") if path.suffix.lower() == ".gguf" else path).parts
         for model, path in zip(models, paths, strict=True)
     ]
     for place, model in enumerate(models):
-        if paths[place] in paths[:place] if paths[place] else model in models[:place]:
+        same = [other for other in range(place) if (paths[other] or models[other]) == (paths[place] or model)]
+        if same:
             raise InputError(f"{model} is given twice; name each model once.")
     depths = [1] * len(models)
     while True:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,12 @@ _INTERRUPTED = 130
 class _Parser(argparse.ArgumentParser):
     """argparse with one line an error."""
 
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Say which argument is unknown, and which option comes near it."""
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, 1)
+        self.error(f"unrecognized argument {name}" + (f", did you mean {near[0]}?" if near else ""))
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD, f"unembed: {printable(message)}; `{self.prog} --help` lists what it takes\n")
 
@@ -37,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = parser.parse_args(arguments)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            options.parser.refuse(unknown)
         return options.run(options)
     except KeyboardInterrupt as interrupt:
         say(f"interrupted; {str(interrupt) or 'no half-written file is left'}")

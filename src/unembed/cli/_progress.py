@@ -13,9 +13,8 @@ class Progress:
     def __init__(self) -> None:
         from unembed.cli._rich import rich_module
 
-        console = rich_module("console").Console(
-            file=sys.stderr
-        )  # this stream, also while `sys.stderr` is replaced to silence others
+        # This very stream, also while `sys.stderr` is replaced to silence others.
+        console = rich_module("console").Console(file=sys.stderr)
         parts = rich_module("progress")
         self._bars = parts.Progress(
             parts.SpinnerColumn(),

@@ -33,13 +33,15 @@ def print_summary(record: Record, folder: Path) -> None:
         console.print(_table(title, _rows(record)))
     line(f"integrity: {_integrity(record)}")
     for check in record.integrity:
-        if check.status in ("warning", "failed"):
-            line(f"{check.code} {check.status}: {check.message}", "yellow")
+        if check.status != "ok":
+            line(f"{check.code} {check.status}: {check.message}", "dim" if check.status == "note" else "yellow")
     measured, wanted = record.provenance.get("tokens"), record.provenance.get("tokens_requested")
     if measured is not None and wanted is not None and measured < wanted:
         line(f"measured on {measured:,} of {wanted:,} predictions: the text is exhausted", "yellow")
     for finding in record.findings:
         line(f"{finding.code} {finding.severity}: {finding.title}", _STYLE[finding.severity])
+        if finding.severity != "info":
+            line(f"    {finding.evidence}")
     line(f"Report: {folder / 'report.html'}", soft_wrap=True)
     line(f"Data:   {folder / 'audit.json'}", soft_wrap=True)
 
@@ -90,6 +92,9 @@ def _ranks(values: dict[str, Any], width: int) -> list[tuple[str, str, str, str]
     if "logprob_rank" in values:
         found = values["logprob_rank"]
         bound = "no bound (soft-cap)" if found["bound"] is None else f"bound {found['bound']:,}"
+        limit = found.get("limit")
+        if limit is not None and found["bound"] is not None and limit < found["bound"]:
+            bound += f", {limit:,} could show"
         rows.append(("rank of log P", f"{found['rank']:,}", f"{bound}, tolerance {found['tolerance']:.2g}", ""))
     return rows
 
@@ -103,7 +108,9 @@ def _gradient(values: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             why = values["interval"] if values["interval"].startswith("none") else "none"
             rows.append((f"gradient kept, {convention}", f"{found['kept']:.4f}", null, ""))
             ratio = "none" if found["ratio"] is None else f"{found['ratio']:.3f}"
-            rows.append(("  ratio to the null", ratio, "1", _interval(found["ratio_ci95"], why)))
+            sd = found.get("ratio_null_sd")
+            null = "1" if sd is None else f"1 ± {1.96 * sd:.3f} (95 %)"
+            rows.append(("  ratio to the null", ratio, null, _interval(found["ratio_ci95"], why)))
     return rows
 
 

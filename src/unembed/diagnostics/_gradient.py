@@ -18,10 +18,11 @@ from unembed.diagnostics._accumulator import Accumulator
 from unembed.diagnostics._bootstrap import MIN_DOCUMENTS, RESAMPLES, DocumentSums, interval
 from unembed.diagnostics._chunk import Chunk
 from unembed.diagnostics._head import LinearHead
-from unembed.diagnostics._logit_gradient import LogitGradient, kept_energy, kept_null
+from unembed.diagnostics._logit_gradient import LogitGradient, kept_energy, kept_null, kept_null_sd
 from unembed.results import Finding, Result, Table
 
 _FULL, _RAW, _CENTRED = 1, 2, 3  # columns of the sums, after the count
+_DIRECTIONS = 32  # random ones, along which the gradients are looked at for the spread of the null
 _BANDS = (1, 2, 4, 10, 30, 100, 300, 1000)  # lower ends: how often the target occurs in the measured text
 
 
@@ -31,16 +32,20 @@ class Gradient(Accumulator):
     $$\text{kept} = \|G\Pi\|_F / \|G\|_F, \quad \text{destroyed} = \sqrt{1 - \text{kept}^2}, \quad
     \text{null} = \sqrt{r / V}$$
 
+    The null is a mean over random subspaces. One of them keeps more or less, the more so the fewer directions the
+    gradients go in; that spread is estimated too, from random directions.
+
     Args:
         head: The head under measurement.
-        seed: Seed of the bootstrap.
+        seed: Seed of the bootstrap and of the directions.
     """
 
     name = "gradient"
     code = "UNE103"
     title = "Logit gradient that passes the head"
     needs_basis = True
-    sums = ("_documents", "_targets")
+    sums = ("_documents", "_targets", "_seen_along")
+    settings = ("_seed",)
 
     def __init__(self, head: LinearHead, *, seed: int = 0) -> None:
         super().__init__(head)
@@ -48,6 +53,10 @@ class Gradient(Accumulator):
         self._documents = DocumentSums(3)
         # by target: count, sums of the full, raw and centred energy, then the products the band intervals need
         self._targets = torch.zeros(head.vocab, 9, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        directions = torch.randn(head.vocab, _DIRECTIONS, generator=generator)
+        self._directions = directions.to(head.weight.device, torch.promote_types(head.weight.dtype, torch.float32))
+        self._seen_along = torch.zeros(_DIRECTIONS, _DIRECTIONS, dtype=torch.float64)
 
     def add(self, chunk: Chunk) -> None:
         """Add the energies of one chunk."""
@@ -56,6 +65,8 @@ class Gradient(Accumulator):
         raw, centred = kept_energy(self.head, gradient.coordinates())
         energies = torch.stack([full, raw, torch.zeros_like(raw) if centred is None else centred], dim=1)
         self._documents.add(chunk.documents, energies)
+        seen = gradient.along(self._directions).cpu().to(torch.float64)
+        self._seen_along += seen.T @ seen
         products = [energies[:, :1] * energies, energies[:, 1:] ** 2]
         rows = torch.cat([torch.ones(len(chunk), 1, dtype=torch.float64), energies, *products], dim=1)
         self._targets.index_add_(0, chunk.targets.cpu(), rows)
@@ -74,7 +85,8 @@ class Gradient(Accumulator):
             "centred": self._convention(_CENTRED) if self.head.softcap is None else None,
             "interval": f"expanded percentile bootstrap over documents, {RESAMPLES} resamples"
             if len(self._documents) >= MIN_DOCUMENTS
-            else f"none: {len(self._documents)} documents, at least {MIN_DOCUMENTS} are needed",
+            else f"none: {len(self._documents)} document{'s'[: len(self._documents) != 1]}, at least {MIN_DOCUMENTS} "
+            "are needed (a line of a .jsonl file is one)",
             "mean_squared_norm": float(total[_FULL] / total[0]),
             "before_softcap": self.head.softcap is not None,
         }
@@ -93,7 +105,13 @@ class Gradient(Accumulator):
             "kept_null": null,
             "ratio": math.sqrt(kept_squared) / null if null else None,
             "ratio_ci95": [end / null for end in ends] if ends and null else None,
+            "ratio_null_sd": kept_null_sd(self.head, self._alignment(), centre=centre),
         }
+
+    def _alignment(self) -> float:
+        """Estimate of `tr M^2 / (tr M)^2` with `M = G^T G`: for Gaussian s and t, `E (s^T M t)^2 = tr M^2`."""
+        off_diagonal = ~torch.eye(_DIRECTIONS, dtype=torch.bool)
+        return float(self._seen_along[off_diagonal].square().mean() / self._documents.total()[_FULL] ** 2)
 
     def _bands(self) -> Table:
         """Kept share by frequency band; the interval treats tokens as independent (delta method)."""
@@ -162,25 +180,29 @@ def _findings(values: dict[str, Any], head: LinearHead) -> list[Finding]:
                 "All rows of the matrix are equal within its rounding, so hidden states do not move a probability.",
             )
         ]
-    ends = numbers["ratio_ci95"]
+    ends, sd = numbers["ratio_ci95"], numbers["ratio_null_sd"]
     span = f", 95 % interval {ends[0]:.3g} to {ends[1]:.3g} over {values['documents']:,} documents" if ends else ""
     evidence = (
         f"kept {numbers['kept']:.4f} of the norm, a random subspace of rank {numbers['rank']:,} in {head.vocab:,} "
-        f"keeps {numbers['kept_null']:.4f}: ratio {numbers['ratio']:.3g}{span} ({name} convention, "
-        f"{values['tokens']:,} tokens)"
+        f"keeps {numbers['kept_null']:.4f}: ratio {numbers['ratio']:.3g}{span}; random subspaces have 1 "
+        f"with a standard deviation of {sd:.2g} ({name} convention, {values['tokens']:,} tokens)"
     )
-    below = ends is not None and ends[1] < 1
+    low, high = ends or (numbers["ratio"], numbers["ratio"])
+    below, above = high < 1 - 1.96 * sd, low > 1 + 1.96 * sd
     return [
         Finding(
             Gradient.code,
-            "warning" if below else "info",
+            "warning" if below and ends else "info",
             "The head passes less of the gradient than a random subspace would"
             if below
-            else f"The head passes {numbers['ratio']:.3g} times what a random subspace of its rank would",
+            else f"The head passes {numbers['ratio']:.3g} times what a random subspace of its rank would"
+            if above
+            else f"The head passes about what a random subspace of its rank would: {numbers['ratio']:.3g} times",
             evidence,
             f"{100 * numbers['destroyed']:.2f} % of the norm of the logit gradient is outside what the body can be "
-            f"told in one step; a random head of this rank leaves out "
+            "told in one step; a random head of this rank leaves out "
             f"{100 * math.sqrt(1 - numbers['kept_null'] ** 2):.2f} %.",
-            "Compression measured, not learning lost: whether it harms training is for controlled experiments to say.",
+            "Compression measured, not learning lost: whether it harms training is for controlled experiments to say. "
+            "The ratio pools all targets and leans on the frequent ones; the bands tell them apart.",
         )
     ]

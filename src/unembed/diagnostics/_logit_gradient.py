@@ -62,16 +62,18 @@ class LogitGradient:
 
     def coordinates(self) -> Float[Tensor, "n q"]:
         """Coordinates of `g` in the orthonormal basis `[col(W_c), 1/sqrt(V)]`, float64 on the CPU."""
-        basis = self.chunk.head.columns.centred
-        # Hidden states may be float64 where the weight, and so the basis, is float32.
-        inside = (self._off.to(basis.dtype) @ basis) * self._scale[:, None] - self._on[:, None] * basis[
-            self.chunk.targets
-        ]
+        inside = self.along(self.chunk.head.columns.centred)
         if self.chunk.head.softcap is None:  # the rows of G sum to zero
             along_ones = inside.new_zeros(len(inside))
         else:
             along_ones = (self._off.sum(-1) * self._scale - self._on) / math.sqrt(self.chunk.head.vocab)
         return torch.cat([inside, along_ones[:, None]], dim=1).cpu().to(torch.float64)
+
+    def along(self, directions: Float[Tensor, "V k"]) -> Float[Tensor, "n k"]:
+        """`G` times a matrix."""
+        # Hidden states may be float64 where the weight, and so the basis, is float32.
+        off = self._off.to(directions.dtype) @ directions
+        return off * self._scale[:, None] - self._on[:, None] * directions[self.chunk.targets]
 
     def dense(self) -> Float[Tensor, "n V"]:
         """`G` written out."""
@@ -98,6 +100,28 @@ def kept_dense(head: LinearHead, coordinates: Float[Tensor, "n q"], *, centre: b
     if centre:
         return inside
     return inside + (coordinates[:, -1:] / math.sqrt(head.vocab)).to(basis.device, basis.dtype)
+
+
+def kept_null_sd(head: LinearHead, alignment: float, *, centre: bool) -> float | None:
+    r"""Standard deviation of `kept / kept_null` over random subspaces of the rank of the head, to first order.
+
+    For a projector on a random r-dimensional subspace of n dimensions and $M = G^T G$,
+    $$\mathrm{Var}\, \mathrm{tr}(\Pi M) = \frac{2 r (n - r)}{n (n - 1) (n + 2)}
+    (\mathrm{tr} M^2 - (\mathrm{tr} M)^2 / n)$$
+
+    Args:
+        head: Gives r and n.
+        alignment: $\mathrm{tr} M^2 / (\mathrm{tr} M)^2$: one over the number of directions the gradients go in.
+        centre: Which convention.
+    """
+    size = head.vocab - centre
+    rank = head.svd.rank if centre else head.svd.rank_raw
+    if rank == 0:
+        return None
+    if rank >= size:
+        return 0.0
+    spread = 2 * rank * (size - rank) / (size * (size - 1) * (size + 2)) * max(alignment - 1 / size, 0.0)
+    return math.sqrt(spread) / (2 * rank / size)
 
 
 def kept_null(head: LinearHead, *, centre: bool) -> float:

@@ -62,7 +62,7 @@ class LogprobRank(Accumulator):
         self._bias = None if head.bias is None or self._masked else _BiasParts(head)
         self._sketch = None if head.softcap is None else _Sketch(head, seed)
         most = head.width + 2 if self._sketch is None else self._sketch.width  # no rank is above this
-        self._distinct = _Distinct(head.width, limit=most + 1, tolerance=max(1e-4, 16 * hidden_eps), seed=seed)
+        self._distinct = _Distinct(head.width, limit=most + 1, tolerance=max(1e-5, 4 * hidden_eps))
 
     def add(self, chunk: Chunk) -> None:
         """Add one chunk to the left factor, or to the sketch under a soft-cap."""
@@ -108,19 +108,19 @@ class LogprobRank(Accumulator):
         """Take over the sums and the factor of `other`."""
         super().merge(other)
         assert isinstance(other, LogprobRank)
-        self._distinct.add_marks(other._distinct.marks)
+        self._distinct.add(other._distinct.states)
         if other._factor is not None:
             self._factor = other._factor if self._factor is None else ops.thin_r([self._factor, other._factor])
 
     def state(self) -> dict[str, Tensor]:
-        """The sums, the factor and the marks of the contexts."""
-        kept = super().state() | {"distinct": self._distinct.marks}
+        """The sums, the factor and the distinct contexts."""
+        kept = super().state() | {"distinct": self._distinct.states}
         return kept | ({} if self._factor is None else {"factor": self._factor})
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Replace what `state` gives."""
         super().load_state(state)
-        self._distinct.marks = state["distinct"]
+        self._distinct.states = state["distinct"]
         self._factor = state.get("factor")
 
     def result(self) -> Result:
@@ -137,10 +137,13 @@ class LogprobRank(Accumulator):
         noise, noise_centred = (self._noise(values, stretch) for values, stretch in self._stretches(raw, centred))
         rank = int((raw > noise).sum())
         size = min(self._tokens, columns)
-        limit = size if self._distinct.count is None else min(size, self._distinct.count)
+        distinct = self._distinct.count
+        if distinct is not None and distinct < rank:  # so near to each other that rounding and rank part ways
+            distinct = None
+        limit = size if distinct is None else min(size, distinct)
         values: dict[str, Any] = {
             "tokens": self._tokens,
-            "distinct_contexts": self._distinct.count,
+            "distinct_contexts": distinct,
             "rank": rank,
             "rank_is": "exact" if self._sketch is None else "lower bound from a random sketch",
             "limit": limit if self._sketch is None else min(limit, self._factor.shape[1]),
@@ -204,49 +207,43 @@ class LogprobRank(Accumulator):
 
 
 class _Distinct:
-    """Counts hidden states that differ, up to `limit` of them.
+    """Keeps hidden states that differ, up to `limit` of them, in the order they come.
 
-    The first tokens of a document are often those of another, and equal contexts add nothing to a rank. A state is
-    known by its norm and four random projections: those of equal contexts differ by the rounding of their batches.
+    The first tokens of a document are often those of another, and equal contexts add nothing to a rank. Those of two
+    batches differ by rounding. A state near two others counts by which came first, so after a merge the count may be
+    off by such states.
 
     Args:
         width: D.
-        limit: Stops counting here.
-        tolerance: Largest difference of equal contexts over their norm.
-        seed: Of the projections.
+        limit: Stops here.
+        tolerance: Largest difference of a coordinate between equal contexts, over the largest coordinate.
     """
 
-    _PROJECTIONS = 4
     _ROWS = 256
 
-    def __init__(self, width: int, *, limit: int, tolerance: float, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._turn = torch.randn(width, self._PROJECTIONS, generator=generator, dtype=torch.float64)
+    def __init__(self, width: int, *, limit: int, tolerance: float) -> None:
         self._limit, self._tolerance = limit, tolerance
-        self.marks = torch.zeros(0, 1 + self._PROJECTIONS, dtype=torch.float64)
+        self.states = torch.zeros(0, width, dtype=torch.float64)
 
     @property
     def count(self) -> int | None:
         """Distinct states seen, None once there are `limit` of them."""
-        return None if len(self.marks) >= self._limit else len(self.marks)
+        return None if len(self.states) >= self._limit else len(self.states)
 
     def add(self, hidden: Float[Tensor, "n D"]) -> None:
-        """Look at more states."""
+        """Take over those states that are new."""
         for part in hidden.split(self._ROWS):
             if self.count is None:
                 return
             wide = part.cpu().to(torch.float64)
-            norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-            self.add_marks(torch.cat([norm, wide @ self._turn], dim=1))
-
-    def add_marks(self, marks: Float[Tensor, "n m"]) -> None:
-        """Take over those marks that are new."""
-        for part in marks.split(self._ROWS):
-            near = self._tolerance * part[:, :1]
-            known = torch.cdist(part, self.marks, p=torch.inf) <= near
-            earlier = (torch.cdist(part, part, p=torch.inf) <= near).tril(-1)
-            fresh = ~known.any(1) & ~earlier.any(1)
-            self.marks = torch.cat([self.marks, part[fresh]])[: self._limit]
+            near = self._tolerance * wide.abs().amax(1, keepdim=True)
+            known = (torch.cdist(wide, self.states, p=torch.inf) <= near).any(1).tolist()
+            alike = torch.cdist(wide, wide, p=torch.inf) <= near
+            fresh: list[int] = []
+            for row, seen in enumerate(known):
+                if not seen and not bool(alike[row, fresh].any()):
+                    fresh.append(row)
+            self.states = torch.cat([self.states, wide[fresh]])[: self._limit]
 
 
 class _BiasParts:
@@ -320,7 +317,7 @@ def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
     residual = f"{values['residual']:.2g} of the centred scores lies outside span({span})" if values["residual"] else ""
     contexts = f"{values['tokens']:,} contexts"
     if values["distinct_contexts"] is not None:
-        contexts += f", {values['distinct_contexts']:,} of them distinct,"
+        contexts += f" ({values['distinct_contexts']:,} of them distinct)"
     evidence = f"rank {values['rank']:,} on {contexts} at tolerance {values['tolerance']:.3g}; {residual}"
     if values["bound"] is None:
         return Finding(
@@ -328,7 +325,8 @@ def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
             "info",
             f"The soft-cap lifts the rank bound; a rank of at least {values['rank']:,} was seen",
             evidence,
-            f"A sketch of {values['limit']:,} columns was used, so a larger rank would not show.",
+            f"At most {values['limit']:,} could have shown, with {contexts} and a sketch of "
+            f"{min(2 * (head.width + 2), head.vocab):,} columns.",
             "No bound does not mean that any distribution can be expressed.",
         )
     distinct = values["distinct_contexts"]
@@ -345,5 +343,8 @@ def _finding(values: dict[str, Any], head: LinearHead) -> Finding:
         "Fewer distinct contexts than the bound were measured, so the bound could not be reached."
         if short
         else "Whatever the body learns, log-probabilities over all contexts stay in a space of that dimension.",
-        "A bound that is met limits what can be expressed exactly; whether the loss would fall without it is open.",
+        "A bound that is met limits what can be expressed exactly; whether the loss would fall without it is open."
+        if values["rank"] == values["bound"]
+        else "A rank below the bound is that of these contexts above the tolerance: hidden states may leave directions "
+        "out (those of a LayerNorm without a bias do), or lie below the rounding of their dtype.",
     )

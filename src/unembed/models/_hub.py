@@ -63,6 +63,7 @@ class HubModel:
     def __init__(self, repo_id: str, revision: str | None) -> None:
         try:
             import huggingface_hub
+            import huggingface_hub.constants
             import huggingface_hub.errors
         except ImportError:
             raise InputError(
@@ -138,9 +139,10 @@ class HubModel:
         url = hub.hf_hub_url(self.repo_id, name, revision=self.revision)
         try:
             hub.get_hf_file_metadata(url, timeout=_SECONDS)
-        except hub.errors.HfHubHTTPError:  # an answer
-            raise
-        except Exception:  # a connection that failed, by whichever library
+        except Exception as error:  # a connection that failed, by whichever library, or an answer
+            status = getattr(getattr(error, "response", None), "status_code", 503)
+            if status < 500 and status != 429:
+                raise
             time.sleep(1)
             hub.get_hf_file_metadata(url, timeout=_SECONDS)
         self._answered = True

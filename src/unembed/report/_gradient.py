@@ -33,9 +33,9 @@ def _kept(result: Result, record: Record) -> Figure:
     return Figure(
         "Kept share of the gradient against its null",
         "The dot is what the head keeps of the norm of the logit gradient, with the 95 % interval over "
-        f"documents{_parts(record)}; the upright bar is the null, what a random subspace of the same rank keeps. "
-        f"To the right of the bar the head passes more than a random one, to the left less.{lone} The numbers are "
-        "in the last table of this section.",
+        f"documents{_parts(record)}; the upright bar is the null, what a random subspace of the same rank keeps, and "
+        "the line across it holds 95 % of random subspaces. Right of that line the head passes more than a random "
+        f"one would, left of it less.{lone} The numbers are in the last table of this section.",
         "Dot and interval chart. " + " ".join(said),
         [
             trace
@@ -64,9 +64,15 @@ def _around(found: dict[str, dict[str, Any]]) -> list[float | int | None]:
     """Range that shows nulls, dots and intervals, with room for the words above the dots."""
     places = [n[key] for n in found.values() for key in ("kept", "kept_null")]
     places += [end * n["kept_null"] for n in found.values() for end in n["ratio_ci95"] or []]
+    places += [n["kept_null"] * (1 + side * _wide(n)) for n in found.values() for side in (-1, 1)]
     low, high = min(places, default=0.0), max(places, default=1.0)
     margin = 0.15 * ((high - low) or 0.1)
     return plain([low - margin, high + margin])
+
+
+def _wide(numbers: dict[str, Any]) -> float:
+    """Half the range of 95 % of random subspaces, over the null."""
+    return 1.96 * (numbers.get("ratio_null_sd") or 0.0)
 
 
 def _sentence(name: str, numbers: dict[str, Any]) -> str:
@@ -92,7 +98,14 @@ def _dot(name: str, numbers: dict[str, Any], without: str, *, first: bool) -> li
             "marker": {"color": "@null", "symbol": "line-ns", "size": 34, "line": {"color": "@null", "width": 3}},
             "legendgroup": "null",
             "showlegend": first,
-            "hovertemplate": f"null {number(null)}",
+            "error_x": {
+                "type": "data",
+                "array": plain([_wide(numbers) * null]),
+                "color": "@null",
+                "thickness": 1.5,
+                "width": 5,
+            },
+            "hovertemplate": f"null {number(null)} ± {number(_wide(numbers) * null)}",
         },
         {
             "type": "scatter",

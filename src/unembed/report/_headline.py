@@ -50,8 +50,8 @@ def _gradient(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
             "Gradient kept over its null",
             number(numbers["ratio"]),
             "×",
-            f"1 is a random subspace. {interval}. Kept {number(kept)} of the norm, null {number(null)}, {convention} "
-            f"rank {number(numbers['rank'])}",
+            f"1{_give(numbers)} is a random subspace. {interval}. Kept {number(kept)} of the norm, "
+            f"null {number(null)}, {convention} rank {number(numbers['rank'])}",
             "gradient",
         ),
         Key(
@@ -64,11 +64,16 @@ def _gradient(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
     ]
 
 
+def _give(numbers: dict[str, Any]) -> str:
+    sd = numbers.get("ratio_null_sd")
+    return f" ± {number(1.96 * sd)} (95 %)" if sd is not None else ""
+
+
 def _rank(values: dict[str, Any], head: dict[str, Any]) -> list[Key]:
     bound = values["bound"]
     limit = f"{number(bound)} is the bound" if bound is not None else "No bound under a soft-cap; this is a lower bound"
     contexts = count(values["tokens"], "context")
-    if values["distinct_contexts"] is not None:
+    if values.get("distinct_contexts") is not None:
         contexts += f", {number(values['distinct_contexts'])} distinct"
     return [
         Key(

@@ -110,10 +110,12 @@ def _refuse_bad_path(path: Path) -> None:
             raise InputError(f"{path}: expected a text file, got a folder; name the files in it.")
         with path.open("rb") as file:
             first = file.read(1)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if isinstance(error, InputError):
+            raise
         name = str(path) if len(str(path)) <= _LONG and "\n" not in str(path) else visible(str(path), 40)
         raise InputError(
-            f"{name}: cannot be read ({error.strerror}); expected the path of a text file "
+            f"{name}: cannot be read ({getattr(error, 'strerror', error)}); expected the path of a text file "
             "(a text itself goes in as unembed.text.Document)."
         ) from error
     if not first:

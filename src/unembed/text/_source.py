@@ -80,6 +80,8 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     """The first line in which an error says something: whole sentences, at most `limit` characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
     if len(text) > limit:
         text = text[:limit].rsplit(". ", 1)[0] if ". " in text[:limit] else text[: limit - 1] + "…"
     return text.removesuffix(".")
