@@ -66,7 +66,8 @@ def main() -> None:
         f"`python benchmarks/audit.py`, all five measurements on the default text; {machine()}.",
         "Gradient in the row-centred convention; 95 % intervals in brackets; destroyed of a random head in brackets.",
         "",
-        "| model | V x D | kept | null | ratio | 95 % of random | destroyed | rank of log P | loss, nats | time, peak memory |",
+        "| model | V x D | kept | null | ratio | 95 % of random | destroyed | rank of log P | loss, nats | time, "
+        "peak memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *rows,
     ]
