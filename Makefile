@@ -13,6 +13,8 @@ audit: $(READY)
 test: $(READY)
 	@echo "==> running the tests"
 	$(BIN)/python -m pytest -q
+	@echo "==> running the tests of torch.compile, in a process without run-time type checks"
+	$(BIN)/python -m pytest -q -m compile --jaxtyping-packages=
 
 slow: $(READY)
 	@echo "==> running the slow tests (the Gemma GGUF comes from PyPI, about 250 MB)"

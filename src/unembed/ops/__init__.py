@@ -1,6 +1,34 @@
 """Pure tensor functions."""
 
 from unembed.ops._linalg import ColumnSpace, TallSVD, column_space, tall_svd, thin_r
-from unembed.ops._scores import linear_scores, squared_norms
+from unembed.ops._linear_nll import check_targets, chunk_rows, linear_loss, linear_nll, linear_terms
+from unembed.ops._mixture import combined, mixture_loss, mixture_nll
+from unembed.ops._rows import Rows, evaluate
+from unembed.ops._scores import linear_scores, squared_norms, widened
+from unembed.ops._token_statistics import TokenStatistics, statistics_of, token_statistics
+from unembed.ops._token_terms import token_terms
 
-__all__ = ["ColumnSpace", "TallSVD", "column_space", "linear_scores", "squared_norms", "tall_svd", "thin_r"]
+__all__ = [
+    "ColumnSpace",
+    "Rows",
+    "TallSVD",
+    "TokenStatistics",
+    "check_targets",
+    "chunk_rows",
+    "column_space",
+    "combined",
+    "evaluate",
+    "linear_loss",
+    "linear_nll",
+    "linear_scores",
+    "linear_terms",
+    "mixture_loss",
+    "mixture_nll",
+    "squared_norms",
+    "statistics_of",
+    "tall_svd",
+    "thin_r",
+    "token_statistics",
+    "token_terms",
+    "widened",
+]

@@ -1,7 +1,7 @@
 """What a measurement leaves behind: findings, tables and numbers, on disk and back. No torch here."""
 
 from unembed.results._errors import InputError, IntegrityError
-from unembed.results._files import write_whole
+from unembed.results._files import replace_together, write_whole
 from unembed.results._record import SCHEMA_VERSION, Record, safe_name
 from unembed.results._result import SEVERITIES, Check, Finding, Result, Severity, Table
 
@@ -16,6 +16,7 @@ __all__ = [
     "Result",
     "Severity",
     "Table",
+    "replace_together",
     "safe_name",
     "write_whole",
 ]

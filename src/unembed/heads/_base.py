@@ -1,0 +1,274 @@
+"""What every head can do, in terms of its `forward`; a head overrides what it can do better.
+
+Shapes: n or * tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from unembed import ops
+from unembed.ops import Rows, chunk_rows, evaluate, token_terms, widened
+
+HEADS: dict[str, Any] = {}  # by every name that `build` takes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a head costs for a number of tokens; a multiply-add is two operations.
+
+    Args:
+        parameters: Numbers that are trained.
+        forward_flops: Operations of one forward pass.
+        backward_flops: Operations of the backward pass after it.
+        bytes_moved: Bytes of parameters and hidden states read, and of gradients written, once each.
+        peak_bytes: Scores and gradients of parameters that a training step holds at once.
+    """
+
+    parameters: int
+    forward_flops: int
+    backward_flops: int
+    bytes_moved: int
+    peak_bytes: int
+
+
+class Head(nn.Module):
+    """Maps hidden states to scores whose `log_softmax` is the distribution of the next token.
+
+    A subclass defines `names`, `__init__(in_features, out_features, *, ...)`, `forward` and `reset_parameters`, and is
+    known to `build`, `save` and `load` as soon as its module is imported.
+
+    Args:
+        in_features: D.
+        out_features: V.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    normalised: ClassVar[bool] = False  # whether `forward` gives log-probabilities
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in cls.names:
+            if HEADS.setdefault(name, cls) is not cls:
+                raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {HEADS[name].__name__}.")
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `__init__` beside the two sizes, as JSON types: those kept under their own name."""
+        taken = inspect.signature(type(self).__init__).parameters.values()
+        given = [one.name for one in taken if one.kind is one.KEYWORD_ONLY and one.name not in ("device", "dtype")]
+        return {name: getattr(self, name) for name in given}
+
+    @property
+    def rank_bound(self) -> int | None:
+        """Bound on the rank of the log-probability matrix, None where there is none below V."""
+        return None
+
+    def real_classes(self) -> Tensor | None:
+        """Which classes can have a probability, None for all: a bias of `-inf` takes one out."""
+        bias = getattr(self, "bias", None)
+        return None if bias is None else bias.detach() != -torch.inf
+
+    @property
+    def alive(self) -> int:
+        """Numbers held for a token while its loss is computed."""
+        return self.out_features
+
+    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+        """Scores; `log_softmax` of them is the distribution."""
+        raise NotImplementedError
+
+    def log_prob(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+        """Log-probabilities, float32 or wider."""
+        scores = self(hidden)
+        scores = scores.to(widened(scores.dtype))
+        return scores if self.normalised else torch.log_softmax(scores, -1)
+
+    def nll(
+        self,
+        hidden: Float[Tensor, "*n D"],
+        targets: Int[Tensor, "*n"],
+        *,
+        ignore_index: int = -100,
+        chunk: int | None = None,
+    ) -> Float[Tensor, "*n"]:
+        """Negative log-likelihood in nats, 0 where ignored; peak memory does not grow with tokens times V.
+
+        Args:
+            hidden: Hidden states.
+            targets: Next tokens.
+            ignore_index: Target of tokens that do not count.
+            chunk: Tokens whose scores are alive at once; chosen from V when None.
+        """
+        return self.terms(hidden, targets, ignore_index=ignore_index, chunk=chunk)[0]
+
+    def terms(
+        self,
+        hidden: Float[Tensor, "*n D"],
+        targets: Int[Tensor, "*n"],
+        *,
+        ignore_index: int = -100,
+        spread: Float[Tensor, " V"] | None = None,
+        chunk: int | None = None,
+    ) -> tuple[Float[Tensor, "*n"], ...]:
+        """`(nll, lse)` of each token, and the sum of its scores weighted by `spread` where that is given.
+
+        For heads normalised by construction `lse` is 0.
+        """
+        hidden, targets, shape = self.flattened(hidden, targets)
+        ops.check_targets(targets, self.out_features, ignore_index)
+        rows = chunk_rows(self.alive, hidden.device, chunk)
+        function = _HeadTerms(self, rows, ignore_index, spread=spread is not None)
+        shared = (*self.parameters(), *(() if spread is None else (spread,)))
+        outputs, _ = evaluate(function, (hidden, targets), shared)
+        return tuple(part.reshape(shape) for part in outputs)
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "n D"],
+        targets: Int[Tensor, " n"],
+        coefficients: Float[Tensor, "n 4"],
+        *,
+        ignore_index: int = -100,
+        spread: Float[Tensor, " V"] | None = None,
+        chunk: int | None = None,
+    ) -> Float[Tensor, ""]:
+        """The sum of `nll`, `lse`, `lse^2` and spread, each with its coefficient; see `ops.linear_loss`."""
+        terms = self.terms(hidden, targets, ignore_index=ignore_index, spread=spread, chunk=chunk)
+        nll, lse, *last = terms
+        columns = [nll, lse, lse.square(), *last]
+        parts = [
+            torch.where(coefficients[:, place] == 0, 0.0, coefficients[:, place] * column).sum()
+            for place, column in enumerate(columns)
+        ]
+        return torch.stack(parts).sum()
+
+    @torch.no_grad()
+    def topk(self, hidden: Float[Tensor, "*n D"], k: int) -> tuple[Float[Tensor, "*n k"], Int[Tensor, "*n k"]]:
+        """The k largest log-probabilities and their tokens, exact.
+
+        Raises:
+            ValueError: If `k` is not in [1, V].
+        """
+        self.check_k(k)
+        flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
+        found = [self.log_prob(part).topk(k, dim=-1) for part in flat.split(chunk_rows(self.alive, hidden.device))]
+        if not found:
+            return hidden.new_zeros(*shape, k), torch.zeros(*shape, k, dtype=torch.int64, device=hidden.device)
+        return (
+            torch.cat([part.values for part in found]).reshape(*shape, k),
+            torch.cat([part.indices for part in found]).reshape(*shape, k),
+        )
+
+    @torch.no_grad()
+    def sample(self, hidden: Float[Tensor, "*n D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
+        """One exact draw a token."""
+        flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
+        parts = flat.split(chunk_rows(self.alive, hidden.device))
+        drawn = [draw(self.log_prob(part), generator) for part in parts]
+        return torch.cat(drawn).reshape(shape) if drawn else torch.zeros(shape, dtype=torch.int64)
+
+    def cost(self, tokens: int) -> Cost:
+        """Parameters, operations, bytes moved and peak bytes of a training step of `tokens` tokens."""
+        per_token = self.flops()
+        size = sum(parameter.numel() for parameter in self.parameters())
+        itemsize = next(iter(self.parameters())).element_size()
+        rows = min(tokens, chunk_rows(self.alive, torch.device("cpu")))
+        return Cost(
+            parameters=size,
+            forward_flops=tokens * per_token,
+            backward_flops=2 * tokens * per_token,
+            bytes_moved=itemsize * (3 * size + 2 * tokens * self.in_features),
+            peak_bytes=itemsize * size + max(itemsize, 4) * rows * self.alive,
+        )
+
+    def flops(self) -> int:
+        """Operations of the forward pass for one token."""
+        return 2 * self.in_features * self.out_features
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        options = "".join(f", {name}={value!r}" for name, value in self.options().items())
+        return f"in_features={self.in_features}, out_features={self.out_features}{options}"
+
+    def hidden_shape(self, hidden: Tensor) -> tuple[int, ...]:
+        """Shape of the hidden state of one token: its last dimension."""
+        return tuple(hidden.shape[-1:])
+
+    def tokens_shape(self, hidden: Tensor) -> tuple[int, ...]:
+        """Shape of the tokens: what is in front of `hidden_shape`."""
+        return tuple(hidden.shape[: hidden.ndim - len(self.hidden_shape(hidden))])
+
+    def flattened(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Hidden states and targets with one token dimension, and the shape it was.
+
+        Raises:
+            ValueError: If the shapes do not fit.
+        """
+        shape = self.tokens_shape(hidden)
+        if tuple(targets.shape) != shape or hidden.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Expected `hidden` [*, {self.in_features}] and `targets` [*] of one shape, "
+                f"got {tuple(hidden.shape)} and {tuple(targets.shape)}."
+            )
+        return hidden.reshape(-1, *self.hidden_shape(hidden)), targets.reshape(-1).long(), shape
+
+    def check_k(self, k: int) -> None:
+        """Refuse a number of tokens that there are not."""
+        if not 1 <= k <= self.out_features:
+            raise ValueError(f"`k` must lie in [1, {self.out_features}], got {k}.")
+
+    @classmethod
+    def examples(cls, in_features: int, out_features: int) -> Sequence[Self]:
+        """Small instances that `testing.check_head` is run on; more than one where options change the code path."""
+        return [cls(in_features, out_features)]
+
+
+class _HeadTerms(Rows):
+    """`token_terms` of the scores of a head; tokens `(hidden, targets)`, shared its parameters and the spread."""
+
+    def __init__(self, head: Head, chunk: int, ignore_index: int, *, spread: bool) -> None:
+        super().__init__(chunk, 2 + spread, 0)
+        self._head, self._ignore_index, self._spread = head, ignore_index, spread
+        self._names = [name for name, _ in head.named_parameters()]
+
+    def __call__(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> tuple[Any, tuple[()]]:
+        """The definition."""
+        hidden, targets = tokens
+        parameters = dict(zip(self._names, shared, strict=False))
+        spread = shared[-1] if self._spread else None
+        scores = torch.func.functional_call(self._head, parameters, (hidden,))
+        nll, lse, *rest = token_terms(scores, targets, ignore_index=self._ignore_index, spread=spread)
+        return (nll, torch.zeros_like(lse) if self._head.normalised else lse, *rest), ()
+
+
+def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:
+    """One draw a row: the least of exponential waiting times, each with its probability as rate; never probability 0."""
+    waiting = torch.empty_like(log_prob).exponential_(generator=generator)
+    return (log_prob - waiting.log()).argmax(-1)
+
+
+def uniform_(tensor: Tensor, fan_in: int) -> None:
+    """The initial values of `nn.Linear`: uniform within one over the root of the inputs."""
+    bound = 1 / math.sqrt(fan_in)
+    with torch.no_grad():
+        tensor.uniform_(-bound, bound)

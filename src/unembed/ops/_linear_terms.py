@@ -1,0 +1,91 @@
+"""Terms of each token under a linear head, with gradients from a second look at the scores.
+
+The target's part of a gradient is kept apart, so `p_y - 1` is never formed: off the target the gradient of `nll` is
+`p_v`, on it `-s` with `s` the sum of the others.
+
+Shapes: N tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from unembed.ops._linear_work import LinearOptions, Sums, Work, exponentials, spread_of, terms_of
+from unembed.ops._rows import Pullback, Rows, Tensors, Wanted
+from unembed.ops._token_terms import token_terms
+
+
+class LinearTerms(Rows):
+    """`nll`, `lse` and the weighted sum of scores of each token; tokens `(hidden, targets)`, shared `(weight, ...)`."""
+
+    def __init__(self, options: LinearOptions, chunk: int) -> None:
+        super().__init__(chunk, 2 + options.spread, 0)
+        self.options = options
+
+    def __call__(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+        """The definition."""
+        weight, bias, spread = self.options.shared(shared)
+        scores = self.options.scores(tokens[0], weight, bias)
+        return token_terms(scores, tokens[1], ignore_index=self.options.ignore_index, spread=spread), ()
+
+    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        """In place, one chunk of scores alive."""
+        hidden, targets = tokens
+        weight, bias, spread = self.options.shared(shared)
+        work = Work(self.options, hidden, weight, bias, self.chunk)
+        terms = tuple(hidden.new_empty(len(hidden), dtype=work.wide) for _ in range(self.outputs))
+        counts = targets != self.options.ignore_index
+        safe = torch.where(counts, targets, 0)
+        for part in work.chunks(len(hidden)):
+            for at, scores, _ in work.pieces(part, work.fill(hidden[part])):
+                if spread is not None:
+                    terms[2][at] = spread_of(scores, spread)
+                terms[0][at], terms[1][at], _ = terms_of(*exponentials(scores, safe[at]))
+        return (terms[0].masked_fill_(~counts, 0.0), *terms[1:]), (), ()
+
+    def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
+        """By hand."""
+        return _LinearGradients(self, wanted), (outputs[1],), ()
+
+
+class _LinearGradients(Pullback):
+    """Gradients of `LinearTerms`; takes the `lse` beside its inputs."""
+
+    def __init__(self, function: LinearTerms, wanted: Wanted) -> None:
+        super().__init__(function, wanted)
+        self._options = function.options
+
+    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        """In place, one chunk of scores alive."""
+        options = self._options
+        hidden, targets, on_nll, on_lse, *on_spread, lse = tokens
+        weight, bias, spread = options.shared(shared)
+        if any(self.wanted[1][1 + options.biased :]):  # of the spread: rarely asked for, so the definition does it
+            return super().run(tokens, shared)
+        work = Work(options, hidden, weight, bias, self.chunk)
+        sums = Sums(work, hidden, (self.wanted[0][0], self.wanted[1][0], options.biased and self.wanted[1][1]))
+        counts, live = targets != options.ignore_index, lse != -torch.inf
+        safe, base = torch.where(counts, targets, 0), torch.where(live, lse, 0.0)
+        on_nll, on_lse = torch.where(counts & live, on_nll, 0.0), torch.where(live, on_lse, 0.0)
+        factor, on_target = on_nll + on_lse, torch.empty_like(on_nll)
+        dense = spread is not None and options.curved
+        for part in work.chunks(len(hidden)):
+            products = work.fill(hidden[part])
+            for at, scores, slope in work.pieces(part, products, slope=True):
+                place = safe[at, None]
+                scores.sub_(base[at, None]).exp_()
+                own = scores.gather(1, place)
+                rest = scores.scatter_(1, place, 0.0).sum(1, keepdim=True)
+                target = on_lse[at, None] * own - on_nll[at, None] * rest
+                if dense and spread is not None:
+                    scores.mul_(factor[at, None]).addcmul_(on_spread[0][at, None], spread.to(scores.dtype))
+                if slope is not None:
+                    scores.mul_(slope)
+                    target = target * slope.gather(1, place)
+                on_target[at] = target.squeeze(1)
+            sums.add(
+                part, products, torch.ones_like(factor[part]) if dense else factor[part], on_target[part], safe[part]
+            )
+        if spread is not None and not dense:
+            sums.add_spread(on_spread[0], spread)
+        return *sums.result(hidden, weight, bias), ()

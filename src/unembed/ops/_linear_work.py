@@ -1,0 +1,207 @@
+"""Memory and products that the fast forms of the linear head share.
+
+Scores of a chunk are one product into memory used again, and are worked on in place, in pieces that stay in a core's
+cache. Low-precision scores are widened a piece at a time.
+
+Shapes: n tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unembed.ops._scores import linear_scores, widened
+
+_CACHED = 1 << 18  # scores in a piece on a CPU: 1 MiB in float32
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What turns `h W^T` into scores, which targets count, and which optional shared tensors there are."""
+
+    softcap: float | None = None
+    scale: float = 1.0
+    sigsoftmax: bool = False
+    ignore_index: int = -100
+    biased: bool = False
+    spread: bool = False
+
+    @property
+    def curved(self) -> bool:
+        """Whether the scores are no linear function of the hidden state."""
+        return self.softcap is not None or self.sigsoftmax
+
+    def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The definition: `cap(s (h W^T + b))`, and `z + log sigmoid(z)` of that for sigsoftmax."""
+        scores = linear_scores(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale)
+        return scores + torch.nn.functional.logsigmoid(scores) if self.sigsoftmax else scores
+
+    def shared(self, shared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weight, bias and spread."""
+        rest = list(shared[1:])
+        bias = rest.pop(0) if self.biased else None
+        return shared[0], bias, rest.pop(0) if self.spread else None
+
+
+class Work:
+    """Scores of one chunk after another.
+
+    Args:
+        options: Of the head.
+        hidden: All hidden states, for shape, dtype and device.
+        weight: The unembedding matrix.
+        bias: Its bias.
+        chunk: Tokens at a time.
+    """
+
+    def __init__(self, options: LinearOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
+        self.options = options
+        self.dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        self.wide = widened(self.dtype)
+        self.weight = weight.to(self.dtype)
+        self._bias = None if bias is None else bias.to(self.wide)
+        vocab = len(weight)
+        self._rows = min(chunk, len(hidden))
+        self._piece = max(1, _CACHED // vocab) if hidden.device.type == "cpu" else max(1, self._rows)
+        self._buffer = hidden.new_empty(self._rows, vocab, dtype=self.dtype)
+        small = (min(self._piece, self._rows), vocab)
+        self._room = None if self.dtype == self.wide else hidden.new_empty(small, dtype=self.wide)
+        self._slope = None if not options.curved else hidden.new_empty(small, dtype=self.wide)
+
+    def fill(self, hidden: Tensor) -> Tensor:
+        """`h W^T` of a chunk, in the dtype of the product; good until the next one."""
+        return torch.mm(hidden.to(self.dtype), self.weight.T, out=self._buffer[: len(hidden)])
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Tokens of each chunk."""
+        return (slice(start, min(start + self._rows, tokens)) for start in range(0, tokens, max(self._rows, 1)))
+
+    def pieces(
+        self, part: slice, products: Tensor, *, slope: bool = False
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Tokens of a piece of chunk `part`, their scores to be overwritten, and the slope of its curve there.
+
+        What is left in the scores after a step of the loop is stored as the chunk's, rounded to its dtype.
+        """
+        options = self.options
+        for start in range(0, len(products), self._piece):
+            inside = products[start : start + self._piece]
+            scores = inside if self._room is None else self._room[: len(inside)].copy_(inside)
+            if self._bias is not None:
+                scores.add_(self._bias)
+            if options.scale != 1.0:
+                scores.mul_(options.scale)
+            steep = None
+            if options.softcap is not None:
+                scores.div_(options.softcap)
+                if slope and self._slope is not None:  # 1 - tanh^2 would be 0 in float32 from 9 c on
+                    steep = torch.cosh(scores, out=self._slope[: len(inside)]).square_().reciprocal_()
+                scores.tanh_().mul_(options.softcap)
+            if options.sigsoftmax:
+                if slope and self._slope is not None:
+                    shrink = torch.sigmoid(-scores).add_(1)
+                    steep = shrink if steep is None else steep.mul_(shrink)
+                scores.add_(torch.nn.functional.logsigmoid(scores))
+            first = part.start + start
+            yield slice(first, first + len(inside)), scores, steep
+            if self._room is not None:
+                inside.copy_(scores)
+
+
+class Sums:
+    """Gradients of hidden states, weight and bias out of chunks of `c_n E_nv + t_n [v = y_n]`; None where not wanted.
+
+    Args:
+        work: Where the chunks come from.
+        hidden: All hidden states.
+        wanted: Whether the gradient of hidden states, weight, bias is wanted.
+    """
+
+    def __init__(self, work: Work, hidden: Tensor, wanted: tuple[bool, bool, bool]) -> None:
+        self._work, self._hidden = work, hidden
+        vocab, width = work.weight.shape
+        self.hidden = hidden.new_empty(hidden.shape, dtype=work.wide) if wanted[0] else None
+        self.weight = hidden.new_zeros(vocab, width, dtype=work.wide) if wanted[1] else None
+        self.bias = hidden.new_zeros(vocab, dtype=work.wide) if wanted[2] else None
+
+    def add(self, rows: slice, matrix: Tensor, factor: Tensor, on_target: Tensor, targets: Tensor) -> None:
+        """One chunk: E in the dtype of the products, c, t and y of its rows.
+
+        The factor goes to the small side of each product, so E is never multiplied through.
+        """
+        work = self._work
+        factor, on_target = factor * work.options.scale, on_target * work.options.scale
+        hidden = self._hidden[rows].to(work.wide)
+        if self.hidden is not None:
+            part = (matrix @ work.weight).to(work.wide).mul_(factor[:, None])
+            own_rows = work.weight.index_select(0, targets).to(work.wide)
+            self.hidden[rows] = part.addcmul_(on_target[:, None], own_rows)
+        if self.weight is not None:
+            self._add_weight(matrix, factor, hidden)
+            self.weight.index_add_(0, targets, on_target[:, None] * hidden)
+        if self.bias is not None:
+            self.bias.add_(torch.mv(matrix.T.to(work.wide), factor))
+            self.bias.index_add_(0, targets, on_target)
+
+    def _add_weight(self, matrix: Tensor, factor: Tensor, hidden: Tensor) -> None:
+        work, total = self._work, self.weight
+        assert total is not None
+        if work.dtype == work.wide:
+            total.addmm_(matrix.T, factor[:, None] * hidden)
+            return
+        size = factor.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # or float16 would underflow
+        scaled = ((factor / size)[:, None] * hidden).to(work.dtype)
+        step = max(1, _CACHED // hidden.shape[1])
+        for start in range(0, len(total), step):
+            block = slice(start, start + step)
+            total[block].addcmul_((matrix[:, block].T @ scaled).to(work.wide), size)
+
+    def add_spread(self, upstream: Tensor, spread: Tensor) -> None:
+        """The gradients of `sum_n u_n sum_v s_v z_nv` without a soft-cap: of rank one, so no scores are needed."""
+        work, hidden = self._work, self._hidden.to(self._work.wide)
+        upstream, spread = upstream * work.options.scale, spread.to(work.wide)
+        if self.hidden is not None:
+            direction = torch.mv(work.weight.T, spread.to(work.dtype)).to(work.wide)
+            self.hidden.addcmul_(upstream[:, None], direction)
+        if self.weight is not None:
+            self.weight.addr_(spread, torch.mv(hidden.T, upstream))
+        if self.bias is not None:
+            self.bias.add_(spread * upstream.sum())
+
+    def result(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What was wanted, in the dtypes of the inputs: of tokens, of shared tensors."""
+        found = ((self.weight, weight), (self.bias, bias))
+        of_tokens = () if self.hidden is None else (self.hidden.to(hidden.dtype),)
+        return of_tokens, tuple(total.to(of.dtype) for total, of in found if total is not None and of is not None)
+
+
+def exponentials(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make `E = exp(z - m)` of scores in place, zero at the target; m, `z_y - m`, and the row sums of E.
+
+    The maximum m counts as 0 in a row of only `-inf`.
+    """
+    peak = scores.amax(-1)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    place = targets[:, None]
+    own = scores.sub_(peak[:, None]).gather(1, place).squeeze(1)
+    return peak, own, scores.exp_().scatter_(1, place, 0.0).sum(-1)
+
+
+def terms_of(peak: Tensor, own: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`nll`, `lse` and the sum of all exponentials, out of what `exponentials` gives."""
+    total = own.exp() + rest
+    empty = total == 0
+    log_total = torch.where(own == 0, torch.log1p(rest), torch.where(empty, 1.0, total).log())
+    nll = torch.where(empty, torch.inf, log_total - own)
+    return nll, torch.where(empty, -torch.inf, log_total + peak), total
+
+
+def spread_of(scores: Tensor, spread: Tensor) -> Tensor:
+    """`sum_v s_v z_v`; a score of `-inf` has weight zero."""
+    return torch.mv(scores.clamp(min=torch.finfo(scores.dtype).min), spread.to(scores.dtype))

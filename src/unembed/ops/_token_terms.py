@@ -1,0 +1,49 @@
+"""Per-token numbers of a row of scores: negative log-likelihood, log-sum-exp, and a weighted sum of the scores.
+
+Shapes: n tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unembed.ops._scores import widened
+
+
+def token_terms(
+    scores: Float[Tensor, "n V"],
+    targets: Int[Tensor, " n"],
+    *,
+    ignore_index: int = -100,
+    spread: Float[Tensor, " V"] | None = None,
+) -> tuple[Tensor, ...]:
+    r"""`(nll, lse)` of each row, and $\sum_v s_v z_v$ where `spread` gives s; float32 or wider.
+
+    $$\mathrm{nll} = \log\sum_v e^{z_v - m} - (z_y - m), \qquad m = \max_v z_v$$
+
+    so a constant on all scores changes nothing. A score of `-inf` is probability 0: no value and no gradient but the
+    loss of that very target turns infinite. A row of only `-inf` has `lse = -inf`, loss `+inf` and no gradient.
+
+    Args:
+        scores: Any float dtype.
+        targets: Class of each row; `ignore_index` gives 0.
+        ignore_index: Target of rows that do not count.
+        spread: Weights of the third number; zero where scores may be `-inf`.
+    """
+    scores = scores.to(widened(scores.dtype))
+    counts = targets != ignore_index
+    peak = scores.detach().amax(-1)
+    peak = torch.where(peak == -torch.inf, torch.zeros_like(peak), peak)
+    shifted = scores - peak[:, None]
+    total = shifted.exp().sum(-1)
+    empty = total == 0
+    log_total = torch.where(empty, torch.ones_like(total), total).log()
+    own = shifted.gather(1, torch.where(counts, targets, 0)[:, None]).squeeze(1)
+    nll = torch.where(counts & ~empty, log_total - own, torch.where(counts, torch.inf, 0.0).to(total))
+    lse = torch.where(empty, -torch.inf, log_total + peak)
+    if spread is None:
+        return nll, lse
+    finite = torch.where(scores == -torch.inf, 0.0, scores)
+    return nll, lse, finite @ spread.to(finite.dtype)
