@@ -53,6 +53,7 @@ wheel: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/gradient.py
+	$(BIN)/python benchmarks/losses.py
 
 demonstration: $(READY)
 	@echo "==> training the demonstration model anew"

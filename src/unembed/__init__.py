@@ -11,12 +11,38 @@ from typing import TYPE_CHECKING, Any
 from unembed._version import __version__
 
 if TYPE_CHECKING:
-    from unembed import diagnostics, integrations, models, ops, report, results, text
+    from unembed import diagnostics, heads, integrations, losses, models, ops, report, results, testing, text
     from unembed._audit import Audit, audit
 
-_SUBMODULES = {"diagnostics", "experiments", "integrations", "models", "ops", "report", "results", "text"}
+_SUBMODULES = {
+    "diagnostics",
+    "experiments",
+    "heads",
+    "integrations",
+    "losses",
+    "models",
+    "ops",
+    "report",
+    "results",
+    "testing",
+    "text",
+}
 _NAMES = {"audit": "unembed._audit", "Audit": "unembed._audit"}
-__all__ = ["Audit", "__version__", "audit", "diagnostics", "integrations", "models", "ops", "report", "results", "text"]
+__all__ = [
+    "Audit",
+    "__version__",
+    "audit",
+    "diagnostics",
+    "heads",
+    "integrations",
+    "losses",
+    "models",
+    "ops",
+    "report",
+    "results",
+    "testing",
+    "text",
+]
 
 
 def __getattr__(name: str) -> Any:

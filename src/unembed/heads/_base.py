@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.ops import Rows, chunk_rows, evaluate, token_terms, widened
+from unembed.ops import Rows, Summed, chunk_rows, evaluate, requiring, token_terms, widened
 
 HEADS: dict[str, Any] = {}  # by every name that `build` takes
 
@@ -153,14 +153,14 @@ class Head(nn.Module):
         chunk: int | None = None,
     ) -> Float[Tensor, ""]:
         """The sum of `nll`, `lse`, `lse^2` and spread, each with its coefficient; see `ops.linear_loss`."""
-        terms = self.terms(hidden, targets, ignore_index=ignore_index, spread=spread, chunk=chunk)
-        nll, lse, *last = terms
-        columns = [nll, lse, lse.square(), *last]
-        parts = [
-            torch.where(coefficients[:, place] == 0, 0.0, coefficients[:, place] * column).sum()
-            for place, column in enumerate(columns)
-        ]
-        return torch.stack(parts).sum()
+        ops.check_targets(targets, self.out_features, ignore_index)
+        rows = chunk_rows(self.alive, hidden.device, chunk)
+        tokens = (hidden, targets.long(), coefficients)
+        shared = (*self.parameters(), *(() if spread is None else (spread,)))
+        asked = (requiring(tokens), requiring(shared))
+        function = _HeadLoss(self, rows, ignore_index, asked, spread=spread is not None)
+        _, (total,) = evaluate(function, tokens, shared)
+        return total
 
     @torch.no_grad()
     def topk(self, hidden: Float[Tensor, "*n D"], k: int) -> tuple[Float[Tensor, "*n k"], Int[Tensor, "*n k"]]:
@@ -209,6 +209,10 @@ class Head(nn.Module):
         """Sizes and options."""
         options = "".join(f", {name}={value!r}" for name, value in self.options().items())
         return f"in_features={self.in_features}, out_features={self.out_features}{options}"
+
+    def example_hidden(self, shape: tuple[int, ...]) -> Tensor:
+        """Random hidden states for tokens of a shape, float64."""
+        return torch.randn(*shape, self.in_features, dtype=torch.float64)
 
     def hidden_shape(self, hidden: Tensor) -> tuple[int, ...]:
         """Shape of the hidden state of one token: its last dimension."""
@@ -261,8 +265,32 @@ class _HeadTerms(Rows):
         return (nll, torch.zeros_like(lse) if self._head.normalised else lse, *rest), ()
 
 
+class _HeadLoss(Summed):
+    """The weighted sum of `_HeadTerms`, with its gradients made in the same pass."""
+
+    def __init__(self, head: Head, chunk: int, ignore_index: int, asked: Any, *, spread: bool) -> None:
+        super().__init__(chunk, asked)
+        self._terms = _HeadTerms(head, chunk, ignore_index, spread=spread)
+
+    def __call__(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> tuple[tuple[()], tuple[Tensor]]:
+        """The definition."""
+        hidden, targets, coefficients = tokens
+        (nll, lse, *spread), _ = self._terms((hidden, targets), shared)
+        return (), (weighted((nll, lse, lse.square(), *spread), coefficients),)
+
+
+def weighted(terms: Sequence[Tensor], coefficients: Float[Tensor, "n 4"]) -> Float[Tensor, ""]:
+    """The sum of all terms times their columns of coefficients; what has coefficient 0 counts as 0, infinite or not."""
+    total = coefficients.new_zeros((), dtype=terms[0].dtype)
+    for place, term in enumerate(terms):
+        column = coefficients[:, place].to(term.dtype)
+        blank = (column == 0) & ~torch.isfinite(term)
+        total = total + (torch.where(blank, 0.0, term) * column).sum()
+    return total
+
+
 def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:
-    """One draw a row: the least of exponential waiting times, each with its probability as rate; never probability 0."""
+    """One draw a row: the least of exponential waiting times, a probability each as rate; never probability 0."""
     waiting = torch.empty_like(log_prob).exponential_(generator=generator)
     return (log_prob - waiting.log()).argmax(-1)
 

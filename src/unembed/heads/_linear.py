@@ -57,6 +57,10 @@ class Linear(Head):
         if self.bias is not None:
             uniform_(self.bias, self.in_features)
 
+    def real_classes(self) -> Tensor | None:
+        """All under a soft-cap, which lifts a bias of `-inf` to `-c`."""
+        return None if self.softcap is not None else super().real_classes()
+
     @property
     def rank_bound(self) -> int | None:
         """D + 1, one more for a bias; none under a soft-cap."""

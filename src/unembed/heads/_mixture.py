@@ -18,8 +18,10 @@ from unembed.ops import chunk_rows
 
 
 class MixtureOfSoftmaxes(Head):
-    r"""$p = \sum_k \pi_k\, \mathrm{softmax}(W f_k(h) + b)$ with $\pi = \mathrm{softmax}(\Pi h)$ and
-    $f_k(h) = \tanh(F_k h + f_k)$; or one matrix a component, $p = \sum_k \pi_k\, \mathrm{softmax}(W_k h)$.
+    r"""A weighted sum of softmaxes over one matrix, or over one matrix a component.
+
+    $$p = \sum_k \pi_k\, \mathrm{softmax}(W \tanh(F_k h + f_k) + b) \quad\text{or}\quad
+      \sum_k \pi_k\, \mathrm{softmax}(W_k h), \qquad \pi = \mathrm{softmax}(\Pi h)$$
 
     Args:
         in_features: D.
@@ -102,7 +104,7 @@ class MixtureOfSoftmaxes(Head):
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Log-probabilities, float32 or wider."""
         parts = self._component_log_prob(self.components(hidden))
-        return torch.logsumexp(self.log_prior(hidden)[..., None] + parts, dim=-2)
+        return ops.logsumexp(self.log_prior(hidden)[..., None] + parts, dim=-2)
 
     def terms(
         self,

@@ -1,16 +1,17 @@
 """Pure tensor functions."""
 
 from unembed.ops._linalg import ColumnSpace, TallSVD, column_space, tall_svd, thin_r
-from unembed.ops._linear_nll import check_targets, chunk_rows, linear_loss, linear_nll, linear_terms
+from unembed.ops._linear_nll import check_targets, chunk_rows, linear_loss, linear_nll, linear_terms, requiring
 from unembed.ops._mixture import combined, mixture_loss, mixture_nll
-from unembed.ops._rows import Rows, evaluate
+from unembed.ops._rows import Rows, Summed, evaluate
 from unembed.ops._scores import linear_scores, squared_norms, widened
 from unembed.ops._token_statistics import TokenStatistics, statistics_of, token_statistics
-from unembed.ops._token_terms import token_terms
+from unembed.ops._token_terms import logsumexp, token_terms
 
 __all__ = [
     "ColumnSpace",
     "Rows",
+    "Summed",
     "TallSVD",
     "TokenStatistics",
     "check_targets",
@@ -22,8 +23,10 @@ __all__ = [
     "linear_nll",
     "linear_scores",
     "linear_terms",
+    "logsumexp",
     "mixture_loss",
     "mixture_nll",
+    "requiring",
     "squared_norms",
     "statistics_of",
     "tall_svd",

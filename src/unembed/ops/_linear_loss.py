@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unembed.ops._linear_work import LinearOptions, Sums, Work, exponentials, spread_of, terms_of
-from unembed.ops._rows import Pullback, Rows, Tensors, Wanted
+from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, spread_of, terms_of
+from unembed.ops._rows import Summed, Tensors, Wanted
 from unembed.ops._token_terms import token_terms
 
 
-class LinearLoss(Rows):
+class LinearLoss(Summed):
     r"""$\sum_n a_n \mathrm{nll}_n + b_n \mathrm{lse}_n + c_n \mathrm{lse}_n^2 + d_n \sum_v s_v z_{nv}$.
 
     Tokens `(hidden, targets, coefficients [N, 4])`, shared `(weight, ...)`. A term with coefficient 0 counts as 0.
@@ -24,12 +24,12 @@ class LinearLoss(Rows):
     Args:
         options: Of the head.
         chunk: Tokens at a time.
-        asked: Whether to make the gradients of hidden states, weight and bias on the way.
+        asked: Inputs whose gradients to make; that of the spread is made from the definition only.
     """
 
-    def __init__(self, options: LinearOptions, chunk: int, asked: tuple[bool, bool, bool]) -> None:
-        super().__init__(chunk, 0, 1)
-        self.options, self.asked = options, asked
+    def __init__(self, options: LinearOptions, chunk: int, asked: Wanted) -> None:
+        super().__init__(chunk, asked)
+        self.options = options
 
     def __call__(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         """The definition."""
@@ -46,70 +46,51 @@ class LinearLoss(Rows):
         options = self.options
         weight, bias, spread = options.shared(shared)
         work = Work(options, hidden, weight, bias, self.chunk)
-        sums = Sums(work, hidden, self.asked)
+        asked = (self.asked[0][0], self.asked[1][0], options.biased and self.asked[1][1])
+        sums = Sums(work, hidden, asked)
         counts = targets != options.ignore_index
         safe = torch.where(counts, targets, 0)
+        place, made = safe[:, None], Exponentials(hidden, len(hidden), work.wide)
         coefficients = coefficients.to(work.wide)
         terms = hidden.new_zeros(len(hidden), 4, dtype=work.wide)
         factor, on_target = hidden.new_empty(2, len(hidden), dtype=work.wide)
+        steep = hidden.new_ones(len(hidden), 1, dtype=work.wide)
         dense = spread is not None and options.curved
+
+        def finish(at: slice) -> None:
+            """Terms and upstream gradients of tokens whose exponentials are made."""
+            peak, own, rest = made.of(at)
+            terms[at, 0], terms[at, 1], total = terms_of(peak, own, rest)
+            on_nll, on_lse = _upstream(coefficients[at], terms[at, 1], counts[at])
+            share = torch.where(total == 0, 0.0, 1 / total)
+            factor[at] = (on_nll + on_lse) * share
+            on_target[at] = (on_lse * own.exp() - on_nll * rest) * share
+
         for part in work.chunks(len(hidden)):
             products = work.fill(hidden[part])
-            for at, scores, slope in work.pieces(part, products, slope=any(self.asked)):
+            for at, scores, slope in work.pieces(part, products, slope=any(asked)):
                 if spread is not None:
                     terms[at, 3] = spread_of(scores, spread)
-                peak, own, rest = exponentials(scores, safe[at])
-                terms[at, 0], terms[at, 1], total = terms_of(peak, own, rest)
-                on_nll, on_lse = _upstream(coefficients[at], terms[at, 1], counts[at])
-                share = torch.where(total == 0, 0.0, 1 / total)
-                factor[at] = (on_nll + on_lse) * share
-                on_target[at] = (on_lse * own.exp() - on_nll * rest) * share
+                made.make(at, scores, place[at])
                 if dense and spread is not None:
+                    finish(at)
                     scores.mul_(factor[at, None]).addcmul_(coefficients[at, 3:], spread.to(scores.dtype))
-                if slope is not None and any(self.asked):
+                if slope is not None:
                     scores.mul_(slope)
-                    on_target[at] *= slope.gather(1, safe[at, None]).squeeze(1)
-            if any(self.asked):
+                    torch.gather(slope, 1, place[at], out=steep[at])
+            finish(part)
+            if options.curved:
+                on_target[part] *= steep[part, 0]
+            if any(asked):
                 ones = torch.ones_like(factor[part]) if dense else factor[part]
                 sums.add(part, products, ones, on_target[part], safe[part])
         if spread is not None and not dense:
             sums.add_spread(coefficients[:, 3], spread)
         terms[:, 0].masked_fill_(~counts, 0.0)
         torch.mul(terms[:, 1], terms[:, 1], out=terms[:, 2])
-        made = tuple(part for part in (sums.hidden, sums.weight, sums.bias) if part is not None)
-        return (), (_weighted(terms, coefficients),), (terms, *made)
-
-    def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
-        """From what the pass made, where that is all that is wanted."""
-        terms, *made = kept
-        of_tokens = (terms, *made[: self.asked[0]])
-        return _LossGradients(self, wanted), of_tokens, tuple(made[self.asked[0] :])
-
-
-class _LossGradients(Pullback):
-    """The gradients that `LinearLoss` made, times the upstream one."""
-
-    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-        """Three products already done."""
-        assert isinstance(self.function, LinearLoss)
-        asked = self.function.asked
-        (hidden, _, coefficient), (weight, *others) = self.wanted
-        bias = self.function.options.biased and others[0]
-        spread = any(others[self.function.options.biased :])
-        if spread or any(want and not made for want, made in zip((hidden, weight, bias), asked, strict=True)):
-            return super().run(tokens, shared)
-        count, count_shared = map(len, self.wanted)
-        upstream, *made_shared = shared[count_shared:]
-        terms, *made_hidden = tokens[count:]
-        found = [made * upstream for made, want in zip(made_hidden, [hidden], strict=False) if want]
-        outputs = [part.to(tokens[0].dtype) for part in found]
-        if coefficient:
-            outputs.append((terms * upstream).to(tokens[2].dtype))
-        pairs = zip(
-            [want for want, made in zip((weight, bias), asked[1:], strict=True) if made], made_shared, strict=True
-        )
-        sums = [(made * upstream).to(shared[0].dtype) for want, made in pairs if want]
-        return tuple(outputs), tuple(sums), ()
+        of_coefficients = terms if self.asked[0][2] else None
+        kept = tuple(part for part in (sums.hidden, of_coefficients, sums.weight, sums.bias) if part is not None)
+        return (), (_weighted(terms, coefficients),), kept
 
 
 def _four(terms: Tensors) -> Tensor:

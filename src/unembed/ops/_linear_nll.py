@@ -6,6 +6,7 @@ Shapes: N tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -152,12 +153,16 @@ def linear_loss(
         ignore_index=ignore_index,
         spread=spread,
     )
-    alive = torch.is_grad_enabled()
-    asked = tuple(alive and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     rows = chunk_rows(len(weight), hidden.device, chunk)
-    function = LinearLoss(options, rows, (asked[0], asked[1], asked[2]))
-    _, (total,) = evaluate(function, (hidden, targets.long(), coefficients), shared)
+    tokens = (hidden, targets.long(), coefficients)
+    asked = (requiring(tokens), (*requiring(shared[: 1 + options.biased]), *(False,) * options.spread))
+    _, (total,) = evaluate(LinearLoss(options, rows, asked), tokens, shared)
     return total
+
+
+def requiring(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which tensors will be asked for a gradient."""
+    return tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors)
 
 
 def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = None) -> int:
@@ -175,7 +180,7 @@ def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = 
 
 
 def check_targets(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Refuse a target that is neither a class nor ignored: an assertion on the device under compile and vmap.
+    """Refuse a target that is neither a class nor ignored; under compile and vmap the device fails on it.
 
     Raises:
         ValueError: In eager mode.
@@ -188,8 +193,7 @@ def check_targets(targets: Tensor, classes: int, ignore_index: int) -> None:
         return
     try:
         wrong = not bool(fits.all())
-    except RuntimeError:  # vmap: a value cannot be looked at
-        torch._assert_async(fits.all(), "a target is no class and not ignored")
+    except RuntimeError:  # vmap: a value cannot be looked at, so the look-up of its score will fail
         return
     if wrong:
         raise ValueError(

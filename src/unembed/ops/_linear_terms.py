@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from unembed.ops._linear_work import LinearOptions, Sums, Work, exponentials, spread_of, terms_of
+from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, spread_of, terms_of
 from unembed.ops._rows import Pullback, Rows, Tensors, Wanted
 from unembed.ops._token_terms import token_terms
 
@@ -35,12 +35,15 @@ class LinearTerms(Rows):
         work = Work(self.options, hidden, weight, bias, self.chunk)
         terms = tuple(hidden.new_empty(len(hidden), dtype=work.wide) for _ in range(self.outputs))
         counts = targets != self.options.ignore_index
-        safe = torch.where(counts, targets, 0)
+        place = torch.where(counts, targets, 0)[:, None]
+        made = Exponentials(hidden, len(hidden), work.wide)
         for part in work.chunks(len(hidden)):
             for at, scores, _ in work.pieces(part, work.fill(hidden[part])):
                 if spread is not None:
                     terms[2][at] = spread_of(scores, spread)
-                terms[0][at], terms[1][at], _ = terms_of(*exponentials(scores, safe[at]))
+                made.make(at, scores, place[at])
+        everything = slice(0, len(hidden))
+        terms[0][:], terms[1][:], _ = terms_of(*made.of(everything))
         return (terms[0].masked_fill_(~counts, 0.0), *terms[1:]), (), ()
 
     def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
@@ -65,24 +68,26 @@ class _LinearGradients(Pullback):
         work = Work(options, hidden, weight, bias, self.chunk)
         sums = Sums(work, hidden, (self.wanted[0][0], self.wanted[1][0], options.biased and self.wanted[1][1]))
         counts, live = targets != options.ignore_index, lse != -torch.inf
-        safe, base = torch.where(counts, targets, 0), torch.where(live, lse, 0.0)
+        safe, base = torch.where(counts, targets, 0), torch.where(live, lse, 0.0)[:, None]
+        place = safe[:, None]
         on_nll, on_lse = torch.where(counts & live, on_nll, 0.0), torch.where(live, on_lse, 0.0)
         factor, on_target = on_nll + on_lse, torch.empty_like(on_nll)
+        own, rest, steep = hidden.new_empty(3, len(hidden), 1, dtype=work.wide)
         dense = spread is not None and options.curved
         for part in work.chunks(len(hidden)):
             products = work.fill(hidden[part])
             for at, scores, slope in work.pieces(part, products, slope=True):
-                place = safe[at, None]
-                scores.sub_(base[at, None]).exp_()
-                own = scores.gather(1, place)
-                rest = scores.scatter_(1, place, 0.0).sum(1, keepdim=True)
-                target = on_lse[at, None] * own - on_nll[at, None] * rest
+                scores.sub_(base[at]).exp_()
+                torch.gather(scores, 1, place[at], out=own[at])
+                torch.sum(scores.scatter_(1, place[at], 0.0), 1, keepdim=True, out=rest[at])
                 if dense and spread is not None:
                     scores.mul_(factor[at, None]).addcmul_(on_spread[0][at, None], spread.to(scores.dtype))
                 if slope is not None:
                     scores.mul_(slope)
-                    target = target * slope.gather(1, place)
-                on_target[at] = target.squeeze(1)
+                    torch.gather(slope, 1, place[at], out=steep[at])
+            on_target[part] = on_lse[part] * own[part, 0] - on_nll[part] * rest[part, 0]
+            if options.curved:
+                on_target[part] *= steep[part, 0]
             sums.add(
                 part, products, torch.ones_like(factor[part]) if dense else factor[part], on_target[part], safe[part]
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unembed.ops._scores import linear_scores, widened
 
-_CACHED = 1 << 18  # scores in a piece on a CPU: 1 MiB in float32
+_CACHED = 1 << 19  # scores in a piece on a CPU: 2 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ class Sums:
         self._work, self._hidden = work, hidden
         vocab, width = work.weight.shape
         self.hidden = hidden.new_empty(hidden.shape, dtype=work.wide) if wanted[0] else None
-        self.weight = hidden.new_zeros(vocab, width, dtype=work.wide) if wanted[1] else None
+        make = hidden.new_empty if len(hidden) else hidden.new_zeros  # the first chunk writes, the others add
+        self.weight = make(vocab, width, dtype=work.wide) if wanted[1] else None
+        self._first = True
         self.bias = hidden.new_zeros(vocab, dtype=work.wide) if wanted[2] else None
 
     def add(self, rows: slice, matrix: Tensor, factor: Tensor, on_target: Tensor, targets: Tensor) -> None:
@@ -150,9 +152,12 @@ class Sums:
     def _add_weight(self, matrix: Tensor, factor: Tensor, hidden: Tensor) -> None:
         work, total = self._work, self.weight
         assert total is not None
+        first, self._first = self._first, False
         if work.dtype == work.wide:
-            total.addmm_(matrix.T, factor[:, None] * hidden)
+            torch.addmm(total, matrix.T, factor[:, None] * hidden, beta=0 if first else 1, out=total)
             return
+        if first:
+            total.zero_()
         size = factor.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # or float16 would underflow
         scaled = ((factor / size)[:, None] * hidden).to(work.dtype)
         step = max(1, _CACHED // hidden.shape[1])
@@ -181,16 +186,30 @@ class Sums:
         return of_tokens, tuple(total.to(of.dtype) for total, of in found if total is not None and of is not None)
 
 
-def exponentials(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make `E = exp(z - m)` of scores in place, zero at the target; m, `z_y - m`, and the row sums of E.
+class Exponentials:
+    """`E = exp(z - m)` made of scores in place, zero at the target; for each token m, `z_y - m`, and the row sum of E.
 
-    The maximum m counts as 0 in a row of only `-inf`.
+    The maximum m counts as 0 in a row of only `-inf`. Columns, so that they are what a piece takes at once.
+
+    Args:
+        like: Tensor whose device they take.
+        tokens: Tokens in all.
+        dtype: Of the numbers.
     """
-    peak = scores.amax(-1)
-    peak = torch.where(peak == -torch.inf, 0.0, peak)
-    place = targets[:, None]
-    own = scores.sub_(peak[:, None]).gather(1, place).squeeze(1)
-    return peak, own, scores.exp_().scatter_(1, place, 0.0).sum(-1)
+
+    def __init__(self, like: Tensor, tokens: int, dtype: torch.dtype) -> None:
+        self._peak, self._own, self._rest = like.new_empty(3, tokens, 1, dtype=dtype)
+
+    def make(self, at: slice, scores: Tensor, targets: Tensor) -> None:
+        """Of one piece; `targets` is a column."""
+        peak = torch.amax(scores, 1, keepdim=True, out=self._peak[at])
+        peak.masked_fill_(peak == -torch.inf, 0.0)
+        torch.gather(scores.sub_(peak), 1, targets, out=self._own[at])
+        torch.sum(scores.exp_().scatter_(1, targets, 0.0), 1, keepdim=True, out=self._rest[at])
+
+    def of(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """m, `z_y - m` and row sums of some tokens."""
+        return self._peak[part, 0], self._own[part, 0], self._rest[part, 0]
 
 
 def terms_of(peak: Tensor, own: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unembed.ops._linear_nll import as_autocast, check_targets, chunk_rows, linear_options
+from unembed.ops._linear_nll import as_autocast, check_targets, chunk_rows, linear_options, requiring
 from unembed.ops._linear_terms import LinearTerms
-from unembed.ops._linear_work import LinearOptions, Sums, Work, exponentials, terms_of
-from unembed.ops._rows import Pullback, Rows, Tensors, Wanted, evaluate
-from unembed.ops._token_terms import token_terms
+from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, terms_of
+from unembed.ops._rows import Summed, Tensors, Wanted, evaluate
+from unembed.ops._token_terms import logsumexp, token_terms
 
 
 def mixture_nll(
@@ -86,28 +86,26 @@ def mixture_loss(
     options, shared = linear_options(
         hidden[..., 0, :], weight, targets, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index
     )
-    alive = torch.is_grad_enabled()
-    wants = [alive and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     rows = chunk_rows(hidden.shape[1] * len(weight), hidden.device, chunk)
-    function = _MixtureLoss(options, rows, (wants[0] or (alive and log_prior.requires_grad), wants[1], wants[2]))
-    _, (total,) = evaluate(function, (hidden, log_prior, targets.long(), coefficients), shared)
+    tokens = (hidden, log_prior, targets.long(), coefficients)
+    function = _MixtureLoss(options, rows, (requiring(tokens), requiring(shared)))
+    _, (total,) = evaluate(function, tokens, shared)
     return total
 
 
 def combined(log_prior: Float[Tensor, "N K"], nll: Float[Tensor, "N K"], counts: Tensor) -> Float[Tensor, " N"]:
     """`-logsumexp_k (log pi_k - nll_k)` of the tokens that count, 0 of the others."""
-    joint = log_prior.to(nll.dtype) - nll
-    joint = torch.where(counts[:, None], joint, 0.0)
-    total = -torch.logsumexp(joint, dim=1)
+    joint = torch.where(counts[:, None], log_prior.to(nll.dtype) - nll, 0.0)
+    total = -logsumexp(joint, 1)
     return torch.where(counts, total, 0.0)
 
 
-class _MixtureLoss(Rows):
+class _MixtureLoss(Summed):
     """Tokens `(hidden, log_prior, targets, coefficients)`, shared `(weight[, bias])`; one sum."""
 
-    def __init__(self, options: LinearOptions, chunk: int, asked: tuple[bool, bool, bool]) -> None:
-        super().__init__(chunk, 0, 1)
-        self.options, self.asked = options, asked
+    def __init__(self, options: LinearOptions, chunk: int, asked: Wanted) -> None:
+        super().__init__(chunk, asked)
+        self.options = options
 
     def __call__(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         """The definition."""
@@ -126,63 +124,44 @@ class _MixtureLoss(Rows):
         count = hidden.shape[1]
         flat = hidden.reshape(-1, hidden.shape[-1])
         work = Work(self.options, flat, weight, bias, self.chunk * count)
-        sums = Sums(work, flat, self.asked)
+        asked = (self.asked[0][0], self.asked[1][0], any(self.asked[1][1:]))
+        sums = Sums(work, flat, asked)
         counts = targets != self.options.ignore_index
         safe = torch.where(counts, targets, 0).repeat_interleave(count)
-        nll, rest, share = flat.new_empty(3, len(flat), dtype=work.wide)
-        on_target = torch.empty_like(nll)
+        place, made = safe[:, None], Exponentials(flat, len(flat), work.wide)
+        steep = flat.new_ones(len(flat), 1, dtype=work.wide)
         totals = flat.new_empty(len(hidden), dtype=work.wide)
         on_prior = log_prior.new_empty(log_prior.shape, dtype=work.wide)
         weights = torch.where(counts, coefficients.to(work.wide), 0.0)
         for part in work.chunks(len(flat)):
             products = work.fill(flat[part])
-            for at, scores, slope in work.pieces(part, products, slope=any(self.asked)):
-                peak, own, rest[at] = exponentials(scores, safe[at])
-                nll[at], _, total = terms_of(peak, own, rest[at])
-                share[at] = torch.where(total == 0, 0.0, 1 / total)
+            for at, scores, slope in work.pieces(part, products, slope=any(asked)):
+                made.make(at, scores, place[at])
                 if slope is not None:
                     scores.mul_(slope)
-                    rest[at] *= slope.gather(1, safe[at, None]).squeeze(1)
+                    torch.gather(slope, 1, place[at], out=steep[at])
+            peak, own, rest = made.of(part)
+            nll, _, total = terms_of(peak, own, rest)
             whole = slice(part.start // count, part.stop // count)
-            joint = log_prior[whole].to(work.wide) - nll[part].view(-1, count)
-            totals[whole] = -torch.logsumexp(joint, dim=1)
-            posterior = torch.softmax(joint, dim=1) * weights[whole, None]
+            joint = log_prior[whole].to(work.wide) - nll.view(-1, count)
+            totals[whole] = -logsumexp(joint, 1)
+            # A target without a probability in any component has an infinite loss and no gradient.
+            none = torch.isinf(totals[whole])
+            posterior = torch.softmax(joint.masked_fill_(none[:, None], 0.0), dim=1) * weights[whole, None]
+            posterior.masked_fill_(none[:, None], 0.0)
             on_prior[whole] = -posterior
-            factor = posterior.flatten() * share[part]
-            on_target[part] = -factor * rest[part]
-            if any(self.asked):
-                sums.add(part, products, factor, on_target[part], safe[part])
+            factor = posterior.flatten() * torch.where(total == 0, 0.0, 1 / total)
+            if any(asked):
+                sums.add(part, products, factor, -factor * rest * steep[part, 0], safe[part])
         totals.masked_fill_(~counts, 0.0)
-        of_hidden = () if sums.hidden is None else (sums.hidden.view(hidden.shape),)
-        made = tuple(part for part in (sums.weight, sums.bias) if part is not None)
-        return (), (_sum(totals, weights),), (totals, on_prior, *of_hidden, *made)
-
-    def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
-        """From what the pass made, where that is all that is wanted."""
-        split = 2 + self.asked[0]
-        return _MixtureGradients(self, wanted), kept[:split], kept[split:]
-
-
-class _MixtureGradients(Pullback):
-    """The gradients that `_MixtureLoss` made, times the upstream one."""
-
-    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-        """All products already done."""
-        assert isinstance(self.function, _MixtureLoss)
-        asked = self.function.asked
-        (hidden, prior, _, coefficient), (weight, *bias) = self.wanted
-        wants = (hidden, weight, any(bias))
-        if any(want and not made for want, made in zip(wants, asked, strict=True)) or (prior and not any(asked)):
-            return super().run(tokens, shared)
-        totals, on_prior, *of_hidden = tokens[len(self.wanted[0]) :]
-        upstream, *made = shared[len(self.wanted[1]) :]
-        outputs = [(part * upstream).to(tokens[0].dtype) for part in of_hidden if hidden]
-        if prior:
-            outputs.append((on_prior * upstream).to(tokens[1].dtype))
-        if coefficient:
-            outputs.append((totals * upstream).to(tokens[3].dtype))
-        pairs = zip([want for want, has in zip(wants[1:], asked[1:], strict=True) if has], made, strict=True)
-        return tuple(outputs), tuple((part * upstream).to(shared[0].dtype) for want, part in pairs if want), ()
+        of_hidden = None if sums.hidden is None else sums.hidden.view(hidden.shape)
+        of_tokens = (
+            of_hidden,
+            on_prior if self.asked[0][1] else None,
+            totals if self.asked[0][3] else None,
+        )
+        kept = tuple(part for part in (*of_tokens, sums.weight, sums.bias) if part is not None)
+        return (), (_sum(totals, weights),), kept
 
 
 def _sum(nll: Tensor, coefficients: Tensor) -> Tensor:

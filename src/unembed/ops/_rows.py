@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from unembed.ops._scores import widened
+
 Tensors = tuple[Tensor, ...]
 Wanted = tuple[tuple[bool, ...], tuple[bool, ...]]  # which token tensors and which shared tensors
 
@@ -155,6 +157,68 @@ class Pullback(Rows):
         return gradients[: self.outputs], gradients[self.outputs :]
 
 
+class Summed(Rows):
+    """A single sum over tokens whose gradients `run` makes in the same pass, for what asks for one number in the end.
+
+    `run` returns as kept the gradients of the asked inputs, in their order, for an upstream gradient of 1; those of
+    shared inputs in float32 or wider.
+
+    Args:
+        chunk: Tokens at a time.
+        asked: Inputs whose gradients to make.
+    """
+
+    def __init__(self, chunk: int, asked: Wanted) -> None:
+        super().__init__(chunk, 0, 1)
+        self.asked = asked
+
+    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        """By differentiating the definition, one chunk after the other."""
+        count, total, sums = sum(self.asked[0]), None, []
+        of_tokens: list[list[Tensor]] = [[] for _ in range(count)]
+        for part in _chunks(tokens, self.chunk):
+            definition, primals = _as_function(self, part, shared, self.asked)
+            (value,), back = _vjp(definition, *primals) if primals else (definition(), None)
+            gradients = () if back is None else back((torch.ones_like(value),))
+            total = value if total is None else total + value
+            for pieces, piece in zip(of_tokens, gradients, strict=False):
+                pieces.append(piece)
+            sums = _added(sums, gradients[count:])
+        assert total is not None
+        return (), (total,), (*(torch.cat(pieces) for pieces in of_tokens), *sums)
+
+    def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
+        """From what the pass made, where that is all that is wanted."""
+        count = sum(self.asked[0])
+        return _Made(self, wanted), kept[:count], kept[count:]
+
+
+class _Made(Pullback):
+    """The gradients that a `Summed` made, times the upstream one."""
+
+    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        """Nothing is left to do but to scale."""
+        assert isinstance(self.function, Summed)
+        asked, wanted = self.function.asked, self.wanted
+        if any(want and not made for want, made in zip(sum(wanted, ()), sum(asked, ()), strict=True)):
+            return super().run(tokens, shared)
+        count, count_shared = map(len, wanted)
+        upstream, *made_shared = shared[count_shared:]
+        found = []
+        for inputs, asks, wants, made in (
+            (tokens[:count], asked[0], wanted[0], tokens[count:]),
+            (shared[:count_shared], asked[1], wanted[1], made_shared),
+        ):
+            given = iter(made)
+            pairs = [
+                (one, next(given) if ask else None, want) for one, ask, want in zip(inputs, asks, wants, strict=True)
+            ]
+            found.append(
+                tuple((part * upstream).to(one.dtype) for one, part, want in pairs if want and part is not None)
+            )
+        return found[0], found[1], ()
+
+
 class _Pushforward(Rows):
     """Tangents of the outputs from those of the moved inputs, by differentiating the definition."""
 
@@ -210,12 +274,23 @@ def _recomputed(function: Rows) -> Callable[[Tensors, Tensors], tuple[Tensors, T
 def _in_chunks(
     function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]], tokens: Tensors, shared: Tensors, chunk: int
 ) -> tuple[Tensors, Tensors]:
-    parts = [function(part, shared) for part in _chunks(tokens, chunk)]
-    if len(parts) == 1:
-        return parts[0]
-    outputs, sums = zip(*parts, strict=True)
-    together = tuple(torch.cat(pieces) for pieces in zip(*outputs, strict=True))
-    return together, tuple(_summed(pieces) for pieces in zip(*sums, strict=True))
+    outputs: list[Tensors] = []
+    totals: list[Tensor] = []
+    dtypes: list[torch.dtype] = []
+    for part in _chunks(tokens, chunk):
+        found, sums = function(part, shared)
+        outputs.append(found)
+        dtypes = [piece.dtype for piece in sums]
+        totals = _added(totals, sums)
+    together = tuple(pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*outputs, strict=True))
+    return together, tuple(total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True))
+
+
+def _added(totals: list[Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Running totals with `pieces` added, held in float32 or wider; the pieces can go."""
+    if not totals:
+        return [piece.to(widened(piece.dtype)) if piece.is_floating_point() else piece for piece in pieces]
+    return [total + piece for total, piece in zip(totals, pieces, strict=True)]
 
 
 def _chunks(tokens: Tensors, chunk: int) -> Iterator[Tensors]:
@@ -223,13 +298,3 @@ def _chunks(tokens: Tensors, chunk: int) -> Iterator[Tensors]:
     total = len(tokens[0])
     for start in range(0, max(total, 1), chunk):
         yield tuple(tensor[start : start + chunk] for tensor in tokens)
-
-
-def _summed(pieces: Sequence[Tensor]) -> Tensor:
-    """The sum, held in float32 or wider."""
-    dtype = pieces[0].dtype
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    total = pieces[0].to(wide)
-    for piece in pieces[1:]:
-        total = total + piece
-    return total.to(dtype)

@@ -12,6 +12,16 @@ from torch import Tensor
 from unembed.ops._scores import widened
 
 
+def logsumexp(scores: Tensor, dim: int) -> Tensor:
+    """`log sum exp` along a dimension; where all are `-inf` it is `-inf` with zero gradients, not NaN."""
+    peak = scores.detach().amax(dim, keepdim=True)
+    peak = torch.where(peak == -torch.inf, torch.zeros_like(peak), peak)
+    total = (scores - peak).exp().sum(dim)
+    empty = total == 0
+    found = torch.where(empty, torch.ones_like(total), total).log() + peak.squeeze(dim)
+    return torch.where(empty, -torch.inf, found)
+
+
 def token_terms(
     scores: Float[Tensor, "n V"],
     targets: Int[Tensor, " n"],

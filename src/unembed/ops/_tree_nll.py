@@ -18,7 +18,7 @@ from unembed.ops._linear_nll import chunk_rows
 from unembed.ops._rows import Pullback, Rows, Tensors, Wanted, evaluate
 from unembed.ops._scores import widened
 
-_PAIRED = 1 << 19  # numbers gathered at once on a CPU: 2 MiB in float32
+_PAIRED = 1 << 20  # numbers gathered at once: 4 MiB in float32
 
 
 class Level(NamedTuple):

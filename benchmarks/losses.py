@@ -1,0 +1,303 @@
+"""Losses forward and backward: ours, PyTorch's, and the floor of three matrix products of the same shapes.
+
+`python benchmarks/losses.py` writes the section `losses` of RESULTS.md (`--only linear` and so on for one table).
+Times are CPU seconds' ratios within a round, of runs in turns in one process; memory is what a run adds to its inputs
+in a fresh process, gradients included. Errors are against float64.
+
+cut-cross-entropy has no path of its own on a CPU: it takes `torch.compile` of the materialised form there (its
+`torch_compile.py`), and imports Triton before it gets so far. That contestant stands for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from _bench import in_turns, machine, median_ratio, peak_megabytes, write_section
+from unembed import heads, losses, ops
+
+F = torch.nn.functional
+SIZES = [(2048, 512, 32768), (2048, 768, 50304), (1024, 640, 262144)]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Run = Callable[[], Tensor]
+
+
+def inputs(n: int, d: int, v: int, dtype: str) -> tuple[Tensor, torch.nn.Parameter, Tensor]:
+    """Hidden states, weights and targets; scores have a deviation of about 2."""
+    torch.manual_seed(0)
+    hidden = torch.randn(n, d).to(DTYPES[dtype]).requires_grad_()
+    weight = torch.nn.Parameter((torch.randn(v, d) * 2 / d**0.5).to(DTYPES[dtype]))
+    return hidden, weight, torch.randint(0, v, (n,))
+
+
+def floor(n: int, d: int, v: int, dtype: str) -> Run:
+    """The three products that any exact way must make, and nothing else."""
+    hidden, weight, _ = (tensor.detach() for tensor in inputs(n, d, v, dtype))
+    scores = hidden @ weight.T
+
+    def run() -> Tensor:
+        torch.mm(hidden, weight.T, out=scores)
+        return (scores @ weight)[0, 0] + (scores.T @ hidden)[0, 0]
+
+    return run
+
+
+def _step(loss_of: Callable[..., Tensor]) -> Callable[[int, int, int, str], Run]:
+    """A contestant: loss and gradients of hidden states and weight."""
+
+    def make(n: int, d: int, v: int, dtype: str) -> Run:
+        hidden, weight, targets = inputs(n, d, v, dtype)
+
+        def run() -> Tensor:
+            hidden.grad = weight.grad = None
+            loss = loss_of(hidden, weight, targets)
+            loss.backward()
+            return loss.detach()
+
+        run.parts = (hidden, weight)  # type: ignore[attr-defined]
+        return run
+
+    return make
+
+
+def _materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), targets)
+
+
+def _compiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return _COMPILED(hidden, weight, targets)
+
+
+def _torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, weight, targets, options=options)
+
+
+def _torch_chunked_512(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512)
+    return F.linear_cross_entropy(hidden, weight, targets, options=options)
+
+
+def _plain_loop(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """A loop over chunks under a checkpoint: what one writes by hand."""
+    parts = [
+        torch.utils.checkpoint.checkpoint(_chunk_sum, h, weight, t, use_reentrant=False)
+        for h, t in zip(hidden.split(256), targets.split(256), strict=True)
+    ]
+    return torch.stack(parts).sum() / len(targets)
+
+
+def _chunk_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+def _ours(hidden: Tensor, weight: torch.nn.Parameter, targets: Tensor) -> Tensor:
+    head = heads.Linear(weight.shape[1], weight.shape[0], device="meta")
+    head.weight = weight  # as a head is tied
+    return losses.cross_entropy(head, hidden, targets)
+
+
+def _ours_per_token(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return (ops.linear_nll(hidden, weight, targets) * _UPSTREAM[: len(targets)]).sum()
+
+
+_COMPILED = torch.compile(_materialised)
+_UPSTREAM = torch.rand(4096, generator=torch.Generator().manual_seed(3)) / 1024
+CONTESTANTS: dict[str, Callable[[int, int, int, str], Run]] = {
+    "floor: three products": floor,
+    "materialised": _step(_materialised),
+    "torch.compile of it (and cut-cross-entropy)": _step(_compiled),
+    "torch chunked, default": _step(_torch_chunked),
+    "torch chunked, 512": _step(_torch_chunked_512),
+    "loop of 256 by hand": _step(_plain_loop),
+    "unembed cross_entropy": _step(_ours),
+    "unembed linear_nll per token": _step(_ours_per_token),
+}
+
+
+def errors(run: Run, n: int, d: int, v: int, dtype: str) -> str:
+    """Relative errors of the loss and of both gradients against float64; blank where the loss is another one."""
+    hidden, weight, targets = inputs(n, d, v, dtype)
+    loss = run()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = torch.zeros((), dtype=torch.float64)
+    for h, t in zip(wide[0].split(128), targets.split(128), strict=True):
+        part = F.cross_entropy(F.linear(h, wide[1]), t, reduction="sum") / n
+        part.backward(retain_graph=True)
+        exact += part.detach()
+    grads = [part.grad for part in run.parts]  # type: ignore[attr-defined]
+    gaps = [(mine.double() - right.grad).norm() / right.grad.norm() for mine, right in zip(grads, wide, strict=True)]
+    return f"{abs(float(loss) - float(exact)) / float(exact):.0e}, {float(gaps[0]):.1e}, {float(gaps[1]):.1e}"
+
+
+def linear_table(rounds: int, sizes: list[tuple[int, int, int]]) -> list[str]:
+    """One row a contestant, for every size and dtype."""
+    rows = []
+    for size in sizes:
+        for dtype in DTYPES:
+            runs = {name: make(*size, dtype) for name, make in CONTESTANTS.items()}
+            for run in runs.values():
+                run()
+            times = in_turns(runs, rounds=rounds)
+            for name, make in CONTESTANTS.items():
+                ratio = median_ratio(times, name, "floor: three products")
+                memory = "" if make is floor else f"{peak_megabytes(_warm, name, *size, dtype):.0f} MB"
+                exact = size == SIZES[0] and make is not floor and "per token" not in name
+                error = errors(runs[name], *size, dtype) if exact else ""
+                seconds = statistics.median(times[name])
+                rows.append(f"| {size} | {dtype} | {name} | {seconds:.2f} s | {ratio:.2f} | {memory} | {error} |")
+                print(rows[-1], flush=True)
+    head = [
+        "| N, D, V | dtype | | time | over the floor | memory added | errors: loss, dH, dW |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return [*head, *rows]
+
+
+def _warm(name: str, n: int, d: int, v: int, dtype: str) -> Run:
+    """A contestant whose code is compiled and whose libraries are loaded, on a tiny input of the same dtype."""
+    CONTESTANTS[name](8, d, 64, dtype)()
+    run = CONTESTANTS[name](n, d, v, dtype)
+    if "compile" in name:
+        run()
+    return run
+
+
+def _mixture(kind: str) -> Callable[[int, int, int], Run]:
+    def make(n: int, d: int, v: int) -> Run:
+        torch.manual_seed(0)
+        hidden, targets = torch.randn(n, d).requires_grad_(), torch.randint(0, v, (n,))
+        head = heads.Linear(d, v) if kind in ("linear", "plain") else heads.MixtureOfSoftmaxes(d, v, k=4)
+
+        def run() -> Tensor:
+            hidden.grad = None
+            head.zero_grad()
+            if kind == "plain":
+                loss = F.cross_entropy(head(hidden), targets)
+            elif kind == "naive":
+                loss = F.nll_loss(head.log_prob(hidden), targets)
+            else:
+                loss = losses.cross_entropy(head, hidden, targets)
+            loss.backward()
+            return loss.detach()
+
+        return run
+
+    return make
+
+
+MIXTURES = {
+    "linear, materialised": "plain",
+    "linear, ours": "linear",
+    "mixture, naive": "naive",
+    "mixture, ours": "ours",
+}
+
+
+def _mixture_named(name: str, n: int, d: int, v: int) -> Run:
+    return _mixture(MIXTURES[name])(n, d, v)
+
+
+def mixture_table(rounds: int) -> list[str]:
+    """K = 4 over one matrix, N = 512 and 2,048."""
+    rows = []
+    for size in ((512, 512, 50304), (2048, 512, 32768)):
+        runs = {name: _mixture_named(name, *size) for name in MIXTURES if (name, size[0]) != ("mixture, naive", 2048)}
+        for run in runs.values():
+            run()
+        times = in_turns(runs, rounds=rounds)
+        for name in runs:
+            ratio = median_ratio(times, name, "linear, ours")
+            memory = peak_megabytes(_mixture_named, name, *size)
+            rows.append(f"| {size} | {name} | {statistics.median(times[name]):.2f} s | {ratio:.2f} | {memory:.0f} MB |")
+            print(rows[-1], flush=True)
+    return ["| N, D, V | K = 4 | time | over our linear loss | memory added |", "|---|---|---|---|---|", *rows]
+
+
+def _structured(name: str, n: int, d: int, v: int) -> Run:
+    torch.manual_seed(0)
+    hidden = torch.randn(n, d).requires_grad_()
+    weights = 1 / torch.arange(1, v + 1.0)
+    targets = torch.multinomial(weights, n, replacement=True)
+    cutoffs = [v // 20, v // 5]
+    if name == "torch adaptive":
+        module: torch.nn.Module = torch.nn.AdaptiveLogSoftmaxWithLoss(d, v, cutoffs)
+    elif name == "adaptive":
+        module = heads.build("adaptive", d, v) if not cutoffs else heads.HEADS["adaptive"](d, v, cutoffs=tuple(cutoffs))
+    elif name == "linear, materialised":
+        module = heads.Linear(d, v)
+    else:
+        module = heads.HEADS["huffman"](d, v, counts=(weights * 1e9).long())
+
+    def run() -> Tensor:
+        hidden.grad = None
+        module.zero_grad()
+        if name == "torch adaptive":
+            loss = module(hidden, targets).loss
+        elif name == "linear, materialised":
+            loss = F.cross_entropy(module(hidden), targets)
+        else:
+            loss = losses.cross_entropy(module, hidden, targets)  # type: ignore[arg-type]
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def structured_table(rounds: int) -> list[str]:
+    """Adaptive and Huffman on Zipf targets."""
+    rows = []
+    for size in ((2048, 512, 50304), (2048, 512, 262144)):
+        names = ["linear, materialised", "torch adaptive", "adaptive", "huffman"]
+        runs = {name: _structured(name, *size) for name in names if (name, size[2]) != (names[0], 262144)}
+        for run in runs.values():
+            run()
+        times = in_turns(runs, rounds=rounds)
+        for name in runs:
+            full = f"{median_ratio(times, name, names[0]):.3f}" if names[0] in runs else ""
+            adaptive = f"{median_ratio(times, name, 'torch adaptive'):.2f}"
+            memory = peak_megabytes(_structured, name, *size)
+            rows.append(
+                f"| {size} | {name} | {statistics.median(times[name]) * 1e3:.0f} ms | {full} | {adaptive} "
+                f"| {memory:.0f} MB |"
+            )
+            print(rows[-1], flush=True)
+    head = [
+        "| N, D, V | | time | over the full loss | over torch's adaptive | memory added |",
+        "|---|---|---|---|---|---|",
+    ]
+    return [*head, *rows]
+
+
+def main() -> None:
+    """Run all tables and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["linear", "mixture", "structured"])
+    parser.add_argument("--quick", action="store_true", help="the first size only, nothing written")
+    options = parser.parse_args()
+    tables = {
+        "linear": lambda: linear_table(options.rounds, SIZES[:1] if options.quick else SIZES),
+        "mixture": lambda: mixture_table(options.rounds),
+        "structured": lambda: structured_table(options.rounds),
+    }
+    titles = {
+        "linear": "Linear head: loss and both gradients",
+        "mixture": "Mixture of softmaxes: loss and all gradients",
+        "structured": "Adaptive and Huffman heads: loss and all gradients, targets drawn by Zipf's law",
+    }
+    for name, make in tables.items():
+        if options.only not in (None, name):
+            continue
+        rows = make()
+        if not options.quick:
+            about = f"`python benchmarks/losses.py`; {machine()}. Medians of {options.rounds} rounds in turns."
+            write_section(f"losses-{name}", "\n".join([f"## {titles[name]}", "", about, "", *rows]))
+
+
+if __name__ == "__main__":
+    main()

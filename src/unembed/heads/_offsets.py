@@ -1,0 +1,133 @@
+"""What multi-token prediction puts between a hidden state and the unembedding: a transformer block a further token.
+
+Shapes: T positions, D hidden size, F width of the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from unembed.heads._base import uniform_
+
+_EPSILON = 1e-6
+
+
+def block_reference(
+    block: nn.Module, state: Float[Tensor, "B T D"], token: Float[Tensor, "B T D"]
+) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    """What a block means, in float64: the next state, and what the unembedding reads of it."""
+    assert isinstance(block, SequentialBlock)
+    own = {name: parameter.double() for name, parameter in block.named_parameters()}
+
+    def norm(x: Tensor, gain: Tensor) -> Tensor:
+        return gain * x / (x.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
+
+    state = torch.cat([norm(state, own["norm_state"]), norm(token, own["norm_token"])], -1) @ own["joined"].T
+    product = norm(state, own["norm_attention"]) @ own["queries_keys_values"].T
+    mixed = []
+    heads = [part.chunk(block.attention_heads, -1) for part in product.chunk(3, -1)]
+    for query, key, value in zip(*heads, strict=True):
+        later = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
+        weights = query @ key.mT / math.sqrt(query.shape[-1])
+        mixed.append(weights.masked_fill(later, -torch.inf).softmax(-1) @ value)
+    state = state + torch.cat(mixed, -1) @ own["attended"].T
+    up, gate = (norm(state, own["norm_mlp"]) @ own["up_gate"].T).chunk(2, -1)
+    state = state + (nn.functional.silu(up) * gate) @ own["down"].T
+    return state, norm(state, own["norm_out"])
+
+
+class SequentialBlock(nn.Module):
+    r"""$h^k = \mathrm{Block}(M [\mathrm{norm}(h^{k-1});\ \mathrm{norm}(e)])$ (DeepSeek-V3, 2024, arXiv:2412.19437).
+
+    The block is pre-norm: causal attention, then a gated MLP $D (\mathrm{silu}(U x) * G x)$, each with a residual. It
+    has no positional encoding of its own: the hidden states it reads carry the model's.
+
+    Args:
+        in_features: D.
+        width: F.
+        attention_heads: Heads of the attention.
+        device: Where the parameters are.
+        dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        width: int,
+        attention_heads: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_heads = attention_heads
+        like = {"device": device, "dtype": dtype}
+        self.norm_state = nn.Parameter(torch.empty(in_features, **like))
+        self.norm_token = nn.Parameter(torch.empty(in_features, **like))
+        self.joined = nn.Parameter(torch.empty(in_features, 2 * in_features, **like))
+        self.norm_attention = nn.Parameter(torch.empty(in_features, **like))
+        self.queries_keys_values = nn.Parameter(torch.empty(3 * in_features, in_features, **like))
+        self.attended = nn.Parameter(torch.empty(in_features, in_features, **like))
+        self.norm_mlp = nn.Parameter(torch.empty(in_features, **like))
+        self.up_gate = nn.Parameter(torch.empty(2 * width, in_features, **like))
+        self.down = nn.Parameter(torch.empty(in_features, width, **like))
+        self.norm_out = nn.Parameter(torch.empty(in_features, **like))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices as `nn.Linear` draws them, gains of the norms one."""
+        for parameter in self.parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                uniform_(parameter, parameter.shape[1])
+
+    def forward(self, state: Float[Tensor, "*B T D"], token: Float[Tensor, "*B T D"]) -> Float[Tensor, "*B T D"]:
+        """The state of the next depth, from that of the one before and the embedding of the token it now knows."""
+        both = torch.cat([normalised(state, self.norm_state), normalised(token, self.norm_token)], dim=-1)
+        state = nn.functional.linear(both, self.joined)
+        state = state + self._attention(normalised(state, self.norm_attention))
+        up, gate = nn.functional.linear(normalised(state, self.norm_mlp), self.up_gate).chunk(2, dim=-1)
+        return state + nn.functional.linear(nn.functional.silu(up) * gate, self.down)
+
+    def _attention(self, state: Float[Tensor, "*B T D"]) -> Float[Tensor, "*B T D"]:
+        product = nn.functional.linear(state, self.queries_keys_values)
+        split = product.unflatten(-1, (3, self.attention_heads, -1)).transpose(-4, -2)  # heads, 3, T
+        queries, keys, values = split.unbind(-3)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return nn.functional.linear(mixed.transpose(-3, -2).flatten(-2), self.attended)
+
+
+def normalised(state: Float[Tensor, "*n D"], gain: Float[Tensor, " D"]) -> Float[Tensor, "*n D"]:
+    """RMSNorm; in the dtype of the state, which autocast may have made another than that of the gain."""
+    return nn.functional.rms_norm(state, gain.shape, gain.to(state.dtype), _EPSILON)
+
+
+def later_tokens(
+    tokens: Int[Tensor, "*B T"], n: int, *, document_ids: Int[Tensor, "*B T"] | None, ignore_index: int
+) -> Int[Tensor, "*B T n"]:
+    """At t the tokens at t + 1 to t + n, ignored where there is none or a document ends before it.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    if tokens.ndim < 1 or (document_ids is not None and document_ids.shape != tokens.shape):
+        got = None if document_ids is None else tuple(document_ids.shape)
+        raise ValueError(f"Expected `tokens` [*, T] and `document_ids` alike, got {tuple(tokens.shape)} and {got}.")
+    length, columns = tokens.shape[-1], []
+    runs = None
+    if document_ids is not None:  # numbered by their borders: an id may come back in a later document
+        borders = document_ids[..., 1:] != document_ids[..., :-1]
+        runs = nn.functional.pad(borders.long(), (1, 0)).cumsum(-1)[..., :length]
+    for ahead in range(1, n + 1):
+        inside = max(length - ahead, 0)
+        later = tokens[..., length - inside :]
+        if runs is not None:
+            later = torch.where(runs[..., :inside] == runs[..., length - inside :], later, ignore_index)
+        columns.append(nn.functional.pad(later, (0, length - inside), value=ignore_index))
+    return torch.stack(columns, dim=-1)

@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unembed import heads, losses, ops
+from unembed.heads import Linear, MultiFacet
+from unembed.heads._multi_facet import _reference
+
+EXAMPLES = (0, 1, 2)
+
+
+def made(example: int, d: int = 4, v: int = 7, dtype: torch.dtype = torch.float64) -> MultiFacet:
+    torch.manual_seed(example)
+    return MultiFacet.examples(d, v)[example].to(dtype)
+
+
+def batch(head: MultiFacet, b: int, t: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = 2 * torch.randn(b, t, head.layers, head.in_features, generator=generator, dtype=torch.float64)
+    return hidden.requires_grad_(), torch.randint(0, head.out_features, (b, t), generator=generator)
+
+
+def defined(head: MultiFacet, hidden: Tensor, targets: Tensor) -> Tensor:
+    counts = targets >= 0
+    own = _reference(head, hidden).gather(-1, torch.where(counts, targets, 0)[..., None]).squeeze(-1)
+    return torch.where(counts, -own, 0.0)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any one tensor made inside has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(one, Tensor) and one.untyped_storage().nbytes():
+                self.numbers = max(self.numbers, one.numel())
+        return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5)),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 11)),
+    k=st.integers(1, 3),
+    window=st.integers(1, 4),
+    layers=st.integers(1, 3),
+    partitions=st.integers(1, 4),
+    chunk=st.one_of(st.none(), st.integers(1, 8)),
+    bias=st.booleans(),
+)
+def test_nll_and_gradients_are_the_definition_for_every_shape(
+    *, shape, sizes, k, window, layers, partitions, chunk, bias
+):
+    torch.manual_seed(k)
+    options = {"k": k, "window": window, "layers": layers, "partitions": min(partitions, sizes[1]), "bias": bias}
+    head = MultiFacet(*sizes, **options, dtype=torch.float64)
+    hidden, targets = batch(head, *shape)
+    targets[:, ::3] = -100
+    upstream = torch.randn(shape, dtype=torch.float64)
+    inputs = (hidden, *head.parameters())
+    got, want = head.nll(hidden, targets, chunk=chunk), defined(head, hidden, targets)
+    torch.testing.assert_close(got, want)
+    gradients = [torch.autograd.grad(one, inputs, upstream, materialize_grads=True) for one in (got, want)]
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-9)
+    torch.testing.assert_close(head(hidden), _reference(head, hidden))
+    flat, of_flat, _ = head.flattened(hidden, targets)
+    coefficients = nn.functional.pad(upstream.reshape(-1, 1), (0, 3))
+    made_forward = torch.autograd.grad(
+        head.loss(flat, of_flat, coefficients, chunk=chunk), inputs, materialize_grads=True
+    )
+    torch.testing.assert_close(made_forward, gradients[1], atol=1e-10, rtol=1e-9)
+
+
+class _Nll(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden, targets):
+        return self.head.nll(hidden, targets, chunk=1)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_first_and_second_derivatives(example):
+    head = made(example, 2, 3)
+    hidden, targets = batch(head, 1, 2)
+    names = [f"head.{name}" for name, _ in head.named_parameters()]
+
+    def nll(hidden, *parameters):
+        return torch.func.functional_call(_Nll(head), dict(zip(names, parameters, strict=True)), (hidden, targets))
+
+    inputs = (hidden, *(parameter.detach().clone().requires_grad_() for parameter in head.parameters()))
+    assert torch.autograd.gradcheck(nll, inputs)
+    assert torch.autograd.gradgradcheck(nll, inputs)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_probabilities_sum_to_one(example):
+    head = made(example)
+    hidden, _ = batch(head, 2, 3)
+    total = head(20 * hidden).exp().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_later_position_changes_no_earlier_one_and_an_old_one_none_beyond_the_window(example, place):
+    head = made(example)
+    hidden, targets = batch(head, 2, 6)
+    before = head.nll(hidden, targets), head(hidden)
+    changed = hidden.detach().clone()
+    changed[:, place] += 1.0
+    after = head.nll(changed, targets), head(changed)
+    for old, new in zip(before, after, strict=True):
+        same = (old == new).flatten(2).all(2).all(0) if old.ndim > 2 else (old == new).all(0)
+        assert same.tolist() == [not place <= t < place + head.window for t in range(6)]
+
+
+def test_one_sequence_does_not_read_another():
+    head = made(0)
+    hidden, targets = batch(head, 3, 4)
+    alone = torch.cat([head.nll(hidden[b : b + 1], targets[b : b + 1]) for b in range(3)])
+    torch.testing.assert_close(head.nll(hidden, targets), alone)
+    torch.testing.assert_close(head.nll(hidden[0], targets[0]), alone[0])
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 3)])
+def test_batches_without_a_target_give_zero_and_no_gradient(example, shape):
+    head = made(example)
+    hidden, targets = batch(head, *shape)
+    targets.fill_(-100)
+    for loss in (head.nll(hidden, targets).sum(), losses.cross_entropy(head, hidden, targets)):
+        assert loss.item() == 0
+        for gradient in torch.autograd.grad(loss, (hidden, *head.parameters()), materialize_grads=True):
+            assert not gradient.any()
+    assert head.topk(hidden, 2)[1].shape == (*shape, 2)
+    assert head.sample(hidden).shape == shape
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_strided_hidden_states_give_the_same(example):
+    head = made(example)
+    hidden = torch.randn(4, head.layers, 5, 2, dtype=torch.float64).permute(3, 2, 1, 0)  # [2, 5, L, D]
+    targets = torch.randint(0, 7, (5, 2)).T
+    torch.testing.assert_close(head.nll(hidden, targets), head.nll(hidden.contiguous(), targets.contiguous()))
+    torch.testing.assert_close(head.topk(hidden, 3), head(hidden).topk(3))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_bfloat16_is_no_worse_than_plain_operations(example):
+    head = made(example, 16, 300, torch.bfloat16)
+    hidden, targets = batch(head, 4, 16)
+    low = hidden.detach().bfloat16()
+    want = defined(head, low, targets)
+    plain = -head(low).gather(-1, targets[..., None]).squeeze(-1)
+    got = head.nll(low, targets)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().max() <= 1.1 * (plain - want).abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_options_of_the_loss_are_those_of_pytorch(example):
+    head = made(example)
+    hidden, targets = batch(head, 2, 5)
+    targets[0, 3] = -100
+    weight = torch.rand(7, dtype=torch.float64)
+    scores = _reference(head, hidden)
+    got = losses.cross_entropy(head, hidden, targets, label_smoothing=0.2, class_weight=weight)
+    want = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), weight=weight, label_smoothing=0.2)
+    torch.testing.assert_close(got, want)
+    gradients = [torch.autograd.grad(one, (hidden, *head.parameters()), materialize_grads=True) for one in (got, want)]
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-9)
+    shifted = losses.cross_entropy(head, hidden, targets, shift=1)
+    want = nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+    torch.testing.assert_close(shifted, want)
+
+
+def test_a_partition_without_real_classes_has_no_probability():
+    head = MultiFacet(4, 6, k=1, window=1, layers=1, partitions=2, bias=True, dtype=torch.float64)
+    with torch.no_grad():
+        assert head.bias is not None
+        head.bias[1::2] = -torch.inf
+    hidden, _ = batch(head, 1, 6)
+    nll = head.nll(hidden, torch.arange(6)[None])
+    want = -_reference(head, hidden)[0].diagonal()
+    torch.testing.assert_close(nll[0], want)
+    assert nll[0, 1::2].isinf().all()
+    real = head.nll(hidden, torch.tensor([[0, 2, 4, 0, 2, 4]])).sum()
+    for gradient in torch.autograd.grad(real, (hidden, head.weight, head.facets)):
+        assert gradient.isfinite().all()
+
+
+def test_partitions_give_facet_0_a_projection_for_each_residue():
+    head = MultiFacet(4, 7, k=1, window=1, layers=1, partitions=3, dtype=torch.float64)
+    hidden, _ = batch(head, 1, 7)
+    with torch.no_grad():
+        head.facets[1] += 1.0
+    before = head.components(head.features(hidden))[..., 1, :] @ head.weight.T
+    scores = head(hidden)
+    relative = (scores - before)[..., 1::3]  # tokens 1 and 4 keep the differences that projection 1 gives them
+    torch.testing.assert_close(relative[..., :1].expand_as(relative), relative)
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_starts_as_the_linear_head(partitions, bias):
+    linear = Linear(4, 7, bias=bias, dtype=torch.float64)
+    head = MultiFacet.from_linear(linear, partitions=partitions, layers=2)
+    hidden, targets = batch(head, 2, 20)
+    torch.testing.assert_close(head.nll(hidden, targets), linear.nll(hidden[..., -1, :], targets))
+    with pytest.raises(ValueError, match="soft-cap"):
+        MultiFacet.from_linear(Linear(4, 7, softcap=2.0))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_draws_follow_the_probabilities(example):
+    from scipy.stats import chisquare
+
+    head = made(example)
+    hidden, _ = batch(head, 1, 2)
+    many = hidden.expand(10_000, -1, -1, -1)
+    drawn = head.sample(many, generator=torch.Generator().manual_seed(1))
+    for t in range(2):
+        expected = 10_000 * head(hidden)[0, t].exp().detach()
+        assert chisquare(drawn[:, t].bincount(minlength=7).numpy(), expected.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_saved_and_built(example, tmp_path):
+    head = made(example, dtype=torch.float32)
+    again = heads.load(heads.save(head, tmp_path / "head"))
+    hidden = torch.randn(2, 3, head.layers, 4)
+    torch.testing.assert_close(again(hidden), head(hidden), rtol=0, atol=0)
+    assert again.options() == head.options()
+
+
+def test_built_by_name_and_without_memory():
+    head = heads.build("multi_facet:k=2,window=2,layers=1,partitions=4", 4, 7)
+    assert isinstance(head, MultiFacet)
+    assert head.facets.shape == (5, 4, 8)
+    assert head.rank_bound is None
+    empty = heads.build("multi_facet", 4096, 100_000, device="meta")
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+@pytest.mark.parametrize(("d", "partitions", "bound"), [(3, 1, 5), (3, 2, 8), (2, 3, 6)])
+def test_one_facet_is_bounded_by_its_partitions_and_by_what_it_reads(d, partitions, bound):
+    head = MultiFacet(d, 40, k=1, window=2, layers=1, partitions=partitions, bias=True, dtype=torch.float64)
+    hidden, _ = batch(head, 5, 10)
+    assert head.rank_bound == bound
+    assert torch.linalg.matrix_rank(head(hidden).flatten(0, 1)) == bound
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_no_tensor_holds_tokens_times_vocabulary(partitions):
+    head = MultiFacet(4, 500, k=2, partitions=partitions, dtype=torch.float64)
+    hidden, targets = batch(head, 4, 50)
+    with Largest() as largest:
+        head.nll(hidden, targets, chunk=2).sum().backward()
+        losses.cross_entropy(head, hidden, targets, chunk=2).backward()
+    assert largest.numbers <= max(2 * head.alive, 200 * (2 + partitions) * 8)  # scores of 2 tokens, or all features
+
+
+def test_a_split_facet_asks_for_one_partition_at_a_time(monkeypatch):
+    seen, plain = [], ops.linear_terms
+
+    def spy(hidden, weight, *rest, **options):
+        seen.append(len(weight))
+        return plain(hidden, weight, *rest, **options)
+
+    monkeypatch.setattr(ops, "linear_terms", spy)
+    head = MultiFacet(4, 7, k=2, partitions=3, dtype=torch.float64)
+    head.nll(*batch(head, 1, 2))
+    assert seen == [3, 2, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"), [({"k": 0}, "k"), ({"window": 0}, "window"), ({"layers": 0}, "la"), ({"partitions": 8}, "pa")]
+)
+def test_bad_options_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        MultiFacet(4, 7, **options)
+
+
+def test_bad_shapes_and_targets_are_refused():
+    head = made(1)
+    hidden, targets = batch(head, 2, 3)
+    with pytest.raises(ValueError, match="Expected `hidden`"):
+        head.nll(hidden[..., :3], targets)
+    with pytest.raises(ValueError, match="Expected `targets`"):
+        head.nll(hidden, targets[:1])
+    with pytest.raises(ValueError, match="lie in"):
+        head.nll(hidden, targets + 7)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_functional_transforms_agree(example):
+    head = made(example)
+    hidden, targets = batch(head, 2, 3)
+    hidden = hidden.detach()
+
+    def total(hidden):
+        return head.nll(hidden, targets).sum()
+
+    tangent = torch.randn_like(hidden)
+    gradient = torch.func.grad(total)(hidden)
+    _, moved = torch.func.jvp(total, (hidden,), (tangent,))
+    torch.testing.assert_close(moved, (gradient * tangent).sum())
+    both = torch.stack([hidden, hidden / 2])
+    each = torch.func.vmap(torch.func.grad(total))(both)
+    torch.testing.assert_close(each[0], gradient)
+    torch.testing.assert_close(each[1], torch.func.grad(total)(hidden / 2))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_autocast_keeps_losses_wide_and_warns_of_nothing(example):
+    head = made(example, dtype=torch.float32)
+    hidden, targets = batch(head, 2, 3)
+    low = hidden.detach().float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nll = head.nll(low, targets)
+    assert nll.dtype == torch.float32
+    torch.testing.assert_close(nll, head.nll(low, targets), atol=0.05, rtol=0.05)
+    for gradient in torch.autograd.grad(nll.sum(), (low, *head.parameters()), materialize_grads=True):
+        assert gradient.dtype == torch.float32
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.compile  # traced whole, but not lowered to C++: that takes a minute each and is the concern of ops
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_compiled_is_eager(example):
+    head = made(example, dtype=torch.float32)
+    hidden, targets = batch(head, 2, 3)
+    low = hidden.detach().float().requires_grad_()
+    compiled = torch.compile(lambda hidden: head.nll(hidden, targets, chunk=2), fullgraph=True, backend="aot_eager")
+    got, want = compiled(low), head.nll(low, targets)
+    torch.testing.assert_close(got, want)
+    inputs = (low, *head.parameters())
+    gradients = [torch.autograd.grad(one.sum(), inputs, materialize_grads=True) for one in (got, want)]
+    torch.testing.assert_close(*gradients)
