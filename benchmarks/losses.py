@@ -278,10 +278,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["linear", "mixture", "structured"])
-    parser.add_argument("--quick", action="store_true", help="the first size only, nothing written")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the sizes of the linear table")
     options = parser.parse_args()
     tables = {
-        "linear": lambda: linear_table(options.rounds, SIZES[:1] if options.quick else SIZES),
+        "linear": lambda: linear_table(options.rounds, SIZES[: options.sizes]),
         "mixture": lambda: mixture_table(options.rounds),
         "structured": lambda: structured_table(options.rounds),
     }
@@ -293,10 +293,8 @@ def main() -> None:
     for name, make in tables.items():
         if options.only not in (None, name):
             continue
-        rows = make()
-        if not options.quick:
-            about = f"`python benchmarks/losses.py`; {machine()}. Medians of {options.rounds} rounds in turns."
-            write_section(f"losses-{name}", "\n".join([f"## {titles[name]}", "", about, "", *rows]))
+        about = f"`python benchmarks/losses.py`; {machine()}. Medians of {options.rounds} rounds in turns."
+        write_section(f"losses-{name}", "\n".join([f"## {titles[name]}", "", about, "", *make()]))
 
 
 if __name__ == "__main__":

@@ -252,6 +252,24 @@ def test_strided_input_any_batch_shape_and_untouched_inputs():
     assert all(map(torch.equal, before, (hidden, weight, targets, bias)))
 
 
+def test_a_kept_graph_gives_its_gradients_again_whatever_was_done_to_the_first():
+    (hidden, weight, bias), targets = _inputs(7, 3, 5)
+    coefficients = torch.rand(7, 4, dtype=torch.float64)
+    inputs = (hidden, weight, bias)
+    loss = linear_loss(hidden, weight, targets, coefficients, bias=bias, chunk=3)
+    right = _grads(linear_loss(hidden, weight, targets, coefficients, bias=bias), inputs)
+    first = torch.autograd.grad(loss, inputs, torch.tensor(2.0).double(), retain_graph=True)
+    for one, other in zip(first, right, strict=True):
+        assert torch.allclose(one, 2 * other)
+        one.zero_()
+    second = torch.autograd.grad(loss, inputs, retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for one, tensor, other in zip(second, inputs, right, strict=True):
+        assert torch.allclose(one, other)
+        assert torch.allclose(tensor.grad, 2 * other)
+
+
 def test_gradients_only_for_what_requires_them(monkeypatch):
     wanted = []
     original = _linear_work.Sums.__init__

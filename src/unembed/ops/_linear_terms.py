@@ -48,11 +48,11 @@ class LinearTerms(Rows):
 
     def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
         """By hand."""
-        return _LinearGradients(self, wanted), (outputs[1],), ()
+        return _LinearGradients(self, wanted), outputs[:2], ()
 
 
 class _LinearGradients(Pullback):
-    """Gradients of `LinearTerms`; takes the `lse` beside its inputs."""
+    """Gradients of `LinearTerms`; takes `nll` and `lse` beside its inputs."""
 
     def __init__(self, function: LinearTerms, wanted: Wanted) -> None:
         super().__init__(function, wanted)
@@ -61,7 +61,7 @@ class _LinearGradients(Pullback):
     def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """In place, one chunk of scores alive."""
         options = self._options
-        hidden, targets, on_nll, on_lse, *on_spread, lse = tokens
+        hidden, targets, on_nll, on_lse, *on_spread, nll, lse = tokens
         weight, bias, spread = options.shared(shared)
         if any(self.wanted[1][1 + options.biased :]):  # of the spread: rarely asked for, so the definition does it
             return super().run(tokens, shared)
@@ -72,20 +72,21 @@ class _LinearGradients(Pullback):
         place = safe[:, None]
         on_nll, on_lse = torch.where(counts & live, on_nll, 0.0), torch.where(live, on_lse, 0.0)
         factor, on_target = on_nll + on_lse, torch.empty_like(on_nll)
-        own, rest, steep = hidden.new_empty(3, len(hidden), 1, dtype=work.wide)
+        own, steep = hidden.new_empty(2, len(hidden), 1, dtype=work.wide)
+        rest = -torch.expm1(-nll)  # 1 - p of the target, to full relative precision
         dense = spread is not None and options.curved
         for part in work.chunks(len(hidden)):
             products = work.fill(hidden[part])
             for at, scores, slope in work.pieces(part, products, slope=True):
                 scores.sub_(base[at]).exp_()
                 torch.gather(scores, 1, place[at], out=own[at])
-                torch.sum(scores.scatter_(1, place[at], 0.0), 1, keepdim=True, out=rest[at])
+                scores.scatter_(1, place[at], 0.0)
                 if dense and spread is not None:
                     scores.mul_(factor[at, None]).addcmul_(on_spread[0][at, None], spread.to(scores.dtype))
                 if slope is not None:
                     scores.mul_(slope)
                     torch.gather(slope, 1, place[at], out=steep[at])
-            on_target[part] = on_lse[part] * own[part, 0] - on_nll[part] * rest[part, 0]
+            on_target[part] = on_lse[part] * own[part, 0] - on_nll[part] * rest[part]
             if options.curved:
                 on_target[part] *= steep[part, 0]
             sums.add(

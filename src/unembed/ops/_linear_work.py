@@ -8,7 +8,9 @@ Shapes: n tokens of a chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,26 @@ from torch import Tensor
 from unembed.ops._scores import linear_scores, widened
 
 _CACHED = 1 << 19  # scores in a piece on a CPU: 2 MiB in float32
+
+
+_held = threading.local()  # the last scores memory of a thread, so that a training loop need not fault it in each step
+_HOLD = 1 << 26  # bytes kept at most
+
+
+@contextlib.contextmanager
+def _scores_memory(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Generator[Tensor]:
+    """Uninitialised memory for the scores of a chunk: on a CPU that of the last call where it is large enough."""
+    if device.type != "cpu":
+        yield torch.empty(shape, dtype=dtype, device=device)
+        return
+    size = shape[0] * shape[1] * dtype.itemsize
+    memory, _held.memory = getattr(_held, "memory", None), None  # taken, should another call come in between
+    if memory is None or len(memory) < size:
+        memory = torch.empty(size, dtype=torch.uint8)
+    try:
+        yield memory[:size].view(dtype).view(shape)
+    finally:
+        _held.memory = memory if len(memory) <= _HOLD else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,8 @@ class Work:
         vocab = len(weight)
         self._rows = min(chunk, len(hidden))
         self._piece = max(1, _CACHED // vocab) if hidden.device.type == "cpu" else max(1, self._rows)
-        self._buffer = hidden.new_empty(self._rows, vocab, dtype=self.dtype)
+        self._shape, self._device = (self._rows, vocab), hidden.device
+        self._buffer = hidden.new_empty(0, dtype=self.dtype)
         small = (min(self._piece, self._rows), vocab)
         self._room = None if self.dtype == self.wide else hidden.new_empty(small, dtype=self.wide)
         self._slope = None if not options.curved else hidden.new_empty(small, dtype=self.wide)
@@ -77,8 +100,10 @@ class Work:
         return torch.mm(hidden.to(self.dtype), self.weight.T, out=self._buffer[: len(hidden)])
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Tokens of each chunk."""
-        return (slice(start, min(start + self._rows, tokens)) for start in range(0, tokens, max(self._rows, 1)))
+        """Tokens of each chunk; the memory of the scores is there from the first one to the end of the last."""
+        with _scores_memory(self._shape, self.dtype, self._device) as self._buffer:
+            for start in range(0, tokens, max(self._rows, 1)):
+                yield slice(start, min(start + self._rows, tokens))
 
     def pieces(
         self, part: slice, products: Tensor, *, slope: bool = False

@@ -79,6 +79,7 @@ class _Evaluate(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.function, ctx.count, *tensors = inputs
         ctx.inputs = len(tensors)
+        ctx.spent = False
         results = ctx.function.outputs + ctx.function.sums
         ctx.differentiable = [place < results and part.is_floating_point() for place, part in enumerate(output)]
         silent = [part for part, has in zip(output, ctx.differentiable, strict=True) if not has]
@@ -101,6 +102,12 @@ class _Evaluate(torch.autograd.Function):
         ]
         silent = [part.detach() for part in output]
         kept = tuple(silent[function.outputs + function.sums :])
+        if isinstance(function, Summed) and function.made(wanted) and _is_plain():
+            if ctx.spent:  # a graph that was kept: what was made is gone
+                kept = function.run(inputs[:count], inputs[count:])[2]
+            ctx.spent = True
+            gradients = iter(function.given_away(wanted, kept, ups[0][1], inputs))
+            return (None, None, *(next(gradients) if want else None for want in asked))
         pullback, beside, beside_shared = function.pullback(wanted, tuple(silent[: function.outputs]), kept)
         tokens = (*inputs[:count], *(up for of_token, up in ups if of_token), *beside)
         shared = (*inputs[count:], *(up for of_token, up in ups if not of_token), *beside_shared)
@@ -192,6 +199,20 @@ class Summed(Rows):
         count = sum(self.asked[0])
         return _Made(self, wanted), kept[:count], kept[count:]
 
+    def made(self, wanted: Wanted) -> bool:
+        """Whether `run` made all that is wanted."""
+        pairs = zip(sum(wanted, ()), sum(self.asked, ()), strict=True)
+        return all(made or not want for want, made in pairs)
+
+    def given_away(self, wanted: Wanted, kept: Tensors, upstream: Tensor, inputs: Tensors) -> Iterator[Tensor]:
+        """The wanted gradients in the memory they were made in: a second matrix of that size costs time."""
+        given = iter(kept)
+        scale = upstream.device.type != "cpu" or bool(upstream != 1)
+        for one, made, want in zip(inputs, sum(self.asked, ()), sum(wanted, ()), strict=True):
+            part = next(given).data if made else None  # `.data`: autograd need not know, see `spent`
+            if want and part is not None:
+                yield (part.mul_(upstream) if scale else part).to(one.dtype)
+
 
 class _Made(Pullback):
     """The gradients that a `Summed` made, times the upstream one."""
@@ -200,7 +221,7 @@ class _Made(Pullback):
         """Nothing is left to do but to scale."""
         assert isinstance(self.function, Summed)
         asked, wanted = self.function.asked, self.wanted
-        if any(want and not made for want, made in zip(sum(wanted, ()), sum(asked, ()), strict=True)):
+        if not self.function.made(wanted):
             return super().run(tokens, shared)
         count, count_shared = map(len, wanted)
         upstream, *made_shared = shared[count_shared:]
@@ -234,6 +255,11 @@ class _Pushforward(Rows):
         _, forth = _vjp(lambda *up: back(up), *(torch.zeros_like(value) for value in values))
         tangents = forth((*tokens[count:], *shared[count_shared:]))
         return tangents[: self.outputs], tangents[self.outputs :]
+
+
+def _is_plain() -> bool:
+    """Whether this is a backward pass of first order, under no transform of torch.func and no batch of gradients."""
+    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 def _vjp(function: Callable[..., Tensors], *primals: Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
