@@ -153,6 +153,11 @@ class Head(nn.Module):
         chunk: int | None = None,
     ) -> Float[Tensor, ""]:
         """The sum of `nll`, `lse`, `lse^2` and spread, each with its coefficient; see `ops.linear_loss`."""
+        if type(self).terms is not Head.terms and spread is None:
+            # A head with terms of its own has a way to them that needs not all scores.
+            terms = self.terms(hidden, targets, ignore_index=ignore_index, spread=spread, chunk=chunk)
+            nll, lse, *last = terms
+            return weighted((nll, lse, lse.square(), *last), coefficients)
         ops.check_targets(targets, self.out_features, ignore_index)
         rows = chunk_rows(self.alive, hidden.device, chunk)
         tokens = (hidden, targets.long(), coefficients)
