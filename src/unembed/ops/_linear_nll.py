@@ -17,7 +17,7 @@ from unembed.ops._linear_terms import LinearTerms
 from unembed.ops._linear_work import LinearOptions
 from unembed.ops._rows import evaluate
 
-_SCORES_CPU = 1 << 24  # alive at once: 64 MiB in float32
+_SCORES_CPU = 22 << 20  # alive at once: 88 MiB in float32; each chunk packs the matrix anew, so few of them
 _SCORES_GPU = 1 << 27
 
 

@@ -22,7 +22,7 @@ _CACHED = 1 << 19  # scores in a piece on a CPU: 2 MiB in float32
 
 
 _held = threading.local()  # the last scores memory of a thread, so that a training loop need not fault it in each step
-_HOLD = 1 << 26  # bytes kept at most
+_HOLD = 96 << 20  # bytes kept at most
 
 
 @contextlib.contextmanager
