@@ -139,6 +139,29 @@ def test_shift_and_packed_documents():
         cross_entropy(head, hidden, ids, document_ids=documents)
 
 
+def test_no_prediction_across_a_document_that_comes_between():
+    head, hidden = _head(), _randn(1, 6, 4)
+    ids, documents = torch.arange(6)[None], torch.tensor([[0, 0, 1, 0, 0, 0]])
+    each = cross_entropy(head, hidden, ids, shift=2, document_ids=documents, reduction="none")
+    assert (each != 0).tolist() == [[False, False, False, True]]
+
+
+def test_a_head_that_drops_at_random_is_refused():
+    class Dropping(Linear):
+        def __init__(self):
+            super().__init__(4, 7)
+            self.drop = torch.nn.Dropout(0.5)
+
+    head = MixtureOfSoftmaxes(4, 7, k=2)
+    head.drop = torch.nn.Dropout(0.5)
+    for smoothing in (0.0, 0.1):
+        if smoothing:
+            with pytest.raises(ValueError, match="`drop` of MixtureOfSoftmaxes drops at random"):
+                cross_entropy(head, torch.randn(3, 4), torch.arange(3), label_smoothing=smoothing)
+    assert cross_entropy(head.eval(), torch.randn(3, 4), torch.arange(3), label_smoothing=0.1).isfinite()
+    assert Dropping.names == Linear.names  # a subclass takes no name away
+
+
 def test_heads_normalised_by_construction_say_that_z_loss_is_zero():
     head, hidden = _head("mos:k=2"), _randn(3, 4)
     with pytest.warns(UserWarning, match="normalised by construction"):
@@ -167,6 +190,7 @@ def test_bad_options_are_named():
         ({"when_empty": "one"}, "`when_empty` must be"),
         ({"shift": -1}, "`shift` must be"),
         ({"token_weight": torch.ones(2)}, r"Expected `token_weight` \(3,\)"),
+        ({"class_weight": torch.ones(8)}, r"Expected `class_weight` \(7,\)"),
     ):
         with pytest.raises(ValueError, match=said):
             cross_entropy(head, hidden, targets, **options)
@@ -174,6 +198,12 @@ def test_bad_options_are_named():
         cross_entropy(head, hidden, targets[:2])
     with pytest.raises(ValueError, match=r"got 9"):
         cross_entropy(head, hidden, torch.tensor([0, 9, 1]))
+    with pytest.raises(ValueError, match="must hold integers"):
+        cross_entropy(head, hidden, torch.zeros(3))
+    head.weight = torch.nn.Parameter(torch.zeros(9, 4).double())
+    with pytest.raises(ValueError, match=r"`weight` must be \(7, 4\), got \(9, 4\)"):
+        cross_entropy(head, hidden, targets)
+    assert build("linear:bias=false", 4, 7).bias is None
 
 
 def test_second_derivatives_and_torch_func():

@@ -56,9 +56,11 @@ class Head(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in cls.names:
-            if HEADS.setdefault(name, cls) is not cls:
-                raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {HEADS[name].__name__}.")
+        for name in cls.__dict__.get("names", ()):  # not those of a base: wrappers and variants make subclasses
+            taken = HEADS.get(name)
+            if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {taken.__name__}.")
+            HEADS[name] = cls
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -136,6 +138,7 @@ class Head(nn.Module):
         """
         hidden, targets, shape = self.flattened(hidden, targets)
         ops.check_targets(targets, self.out_features, ignore_index)
+        refuse_random(self)
         rows = chunk_rows(self.alive, hidden.device, chunk)
         function = _HeadTerms(self, rows, ignore_index, spread=spread is not None)
         shared = (*self.parameters(), *(() if spread is None else (spread,)))
@@ -159,6 +162,7 @@ class Head(nn.Module):
             nll, lse, *last = terms
             return weighted((nll, lse, lse.square(), *last), coefficients)
         ops.check_targets(targets, self.out_features, ignore_index)
+        refuse_random(self)
         rows = chunk_rows(self.alive, hidden.device, chunk)
         tokens = (hidden, targets.long(), coefficients)
         shared = (*self.parameters(), *(() if spread is None else (spread,)))
@@ -234,6 +238,8 @@ class Head(nn.Module):
             ValueError: If the shapes do not fit.
         """
         shape = self.tokens_shape(hidden)
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise ValueError(f"`targets` must hold integers, got {targets.dtype}.")
         if tuple(targets.shape) != shape or hidden.shape[-1] != self.in_features:
             raise ValueError(
                 f"Expected `hidden` [*, {self.in_features}] and `targets` [*] of one shape, "
@@ -282,6 +288,20 @@ class _HeadLoss(Summed):
         hidden, targets, coefficients = tokens
         (nll, lse, *spread), _ = self._terms((hidden, targets), shared)
         return (), (weighted((nll, lse, lse.square(), *spread), coefficients),)
+
+
+def refuse_random(head: nn.Module) -> None:
+    """Refuse dropout inside a head: a backward pass makes the scores again, and would draw another mask.
+
+    Raises:
+        ValueError: If it is in training mode with a dropout that drops.
+    """
+    for name, part in head.named_modules():
+        if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            raise ValueError(
+                f"`{name}` of {type(head).__name__} drops at random, so its scores cannot be made twice; "
+                "apply dropout to the hidden states before the head."
+            )
 
 
 def weighted(terms: Sequence[Tensor], coefficients: Float[Tensor, "n 4"]) -> Float[Tensor, ""]:

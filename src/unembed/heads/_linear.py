@@ -112,6 +112,9 @@ class Linear(Head):
         )
 
     def _scores(self) -> dict[str, Any]:
+        if self.weight.shape != (self.out_features, self.in_features):
+            wanted = (self.out_features, self.in_features)
+            raise ValueError(f"`weight` must be {wanted}, got {tuple(self.weight.shape)}: tied to another vocabulary?")
         return {"bias": self.bias, "softcap": self.softcap, "scale": self.scale}
 
     @classmethod

@@ -63,6 +63,8 @@ def cross_entropy(
         head, hidden, targets, token_weight, shift=shift, document_ids=document_ids, ignore_index=ignore_index
     )
     flat, flat_targets, shape = head.flattened(hidden, targets)
+    if class_weight is not None and tuple(class_weight.shape) != (head.out_features,):
+        raise ValueError(f"Expected `class_weight` ({head.out_features},), got {tuple(class_weight.shape)}.")
     if z_loss and head.normalised:
         warnings.warn(f"{type(head).__name__} is normalised by construction: z_loss is zero for it.", stacklevel=2)
         z_loss = 0.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unembed.heads import Head
+from unembed.heads._base import refuse_random
 from unembed.ops import Rows, chunk_rows, evaluate
 
 
@@ -31,6 +32,8 @@ def of_scores(
         function: From scores and the rest, of a chunk, to one number a token.
         chunk: Tokens at a time; chosen from the heads when None.
     """
+    for head in heads:
+        refuse_random(head)
     rows = chunk_rows(2 * sum(head.alive for head in heads), hidden[0].device, chunk)
     shared = [parameter for head in heads for parameter in head.parameters()]
     (found,), _ = evaluate(_OfScores(heads, function, rows), (*hidden, *more), shared)
@@ -58,6 +61,10 @@ def reduced(
     """`mean` over the weights, `sum`, or `none`; a weight of 0 takes a token out, whatever its loss."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction` must be mean, sum or none, got {reduction!r}.")
+    if when_empty not in ("zero", "nan"):
+        raise ValueError(f"`when_empty` must be zero or nan, got {when_empty!r}.")
+    if weight is not None and tuple(weight.shape) != shape:
+        raise ValueError(f"Expected `token_weight` {shape} like the tokens of `hidden`, got {tuple(weight.shape)}.")
     weights = torch.ones_like(loss) if weight is None else weight.reshape(-1).to(loss.dtype)
     loss = torch.where(weights == 0, 0.0, loss) * weights
     if reduction == "none":

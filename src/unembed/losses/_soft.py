@@ -49,7 +49,7 @@ def soft_cross_entropy(
             f"Expected `classes` and `probabilities` {shape} and one dimension more, "
             f"got {tuple(classes.shape)} and {tuple(probabilities.shape)}."
         )
-    ops.check_targets(classes, head.out_features, 0)
+    ops.check_targets(classes, head.out_features, None, name="classes")
 
     def loss_of(scores: Sequence[Tensor], more: Sequence[Tensor]) -> Tensor:
         chosen, share = more

@@ -40,7 +40,7 @@ def aligned(
     later = targets.narrow(place, shape[-1] - length, length)
     if document_ids is not None:
         first = document_ids.narrow(place, 0, length)
-        second = document_ids.narrow(place, shape[-1] - length, length)
-        later = torch.where(first == second, later, ignore_index)
+        for step in range(1, shift + 1 if length else 1):  # a document may come back after another one
+            later = torch.where(first == document_ids.narrow(place, step, length), later, ignore_index)
     weight = None if token_weight is None else token_weight.narrow(place, shape[-1] - length, length)
     return hidden.narrow(place, 0, length), later, weight

@@ -179,15 +179,17 @@ def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = 
     return max(16, budget // scores_per_token)
 
 
-def check_targets(targets: Tensor, classes: int, ignore_index: int) -> None:
+def check_targets(targets: Tensor, classes: int, ignore_index: int | None, *, name: str = "targets") -> None:
     """Refuse a target that is neither a class nor ignored; under compile and vmap the device fails on it.
 
     Raises:
         ValueError: In eager mode.
     """
     if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"`targets` must hold integers, got {targets.dtype}.")
-    fits = ((targets >= 0) & (targets < classes)) | (targets == ignore_index)
+        raise ValueError(f"`{name}` must hold integers, got {targets.dtype}.")
+    fits = (targets >= 0) & (targets < classes)
+    if ignore_index is not None:
+        fits = fits | (targets == ignore_index)
     if torch.compiler.is_compiling():
         torch._assert_async(fits.all(), "a target is no class and not ignored")
         return
@@ -197,7 +199,8 @@ def check_targets(targets: Tensor, classes: int, ignore_index: int) -> None:
         return
     if wrong:
         raise ValueError(
-            f"`targets` must be {ignore_index} or lie in [0, {classes}), got {int(targets[~fits].flatten()[0])}."
+            f"`{name}` must {'' if ignore_index is None else f'be {ignore_index} or '}lie in [0, {classes}), "
+            f"got {int(targets[~fits].flatten()[0])}."
         )
 
 

@@ -85,6 +85,8 @@ def token_statistics(
         shared = (*shared, *more)
     elif reference_weight is not None:
         raise ValueError("`reference_weight` needs `reference_hidden`.")
+    if reference_bias is not None and reference_weight is None:
+        raise ValueError("`reference_bias` needs `reference_weight`.")
     rows = chunk_rows(4 * len(weight), hidden.device, chunk)
     found, _ = evaluate(_Statistics(options, reference, rows), tokens, shared)
     log_prob, entropy, argmax, lse, *kl = (part.reshape(targets.shape) for part in found)
