@@ -227,11 +227,11 @@ def _structured(name: str, n: int, d: int, v: int) -> Run:
     if name == "torch adaptive":
         module: torch.nn.Module = torch.nn.AdaptiveLogSoftmaxWithLoss(d, v, cutoffs)
     elif name == "adaptive":
-        module = heads.build("adaptive", d, v) if not cutoffs else heads.HEADS["adaptive"](d, v, cutoffs=tuple(cutoffs))
+        module = heads.AdaptiveSoftmax(d, v, cutoffs=tuple(cutoffs))
     elif name == "linear, materialised":
         module = heads.Linear(d, v)
     else:
-        module = heads.HEADS["huffman"](d, v, counts=(weights * 1e9).long())
+        module = heads.HierarchicalSoftmax(d, v, counts=(weights * 1e9).long())
 
     def run() -> Tensor:
         hidden.grad = None

@@ -183,8 +183,9 @@ def test_l12_l13_softcap():
     bias = torch.cat([torch.zeros(320), torch.full((8,), -torch.inf)])
     plain = linear_nll(hidden, weight, targets, softcap=30.0)
     assert plain.tolist() == pytest.approx([torch.log(torch.tensor(320.0)).item()] * 2, rel=1e-6)
-    with_padding = linear_nll(hidden, padded, targets, bias=bias)
-    assert torch.allclose(with_padding, linear_nll(hidden, weight, targets))
+    for softcap in (None, 30.0):
+        with_padding = linear_nll(hidden, padded, targets, bias=bias, softcap=softcap)
+        assert torch.allclose(with_padding, linear_nll(hidden, weight, targets, softcap=softcap))
 
 
 def test_classes_of_probability_zero_are_as_if_they_were_not_there():
@@ -292,11 +293,30 @@ def test_a_kept_graph_gives_its_gradients_again_whatever_was_done_to_the_first()
         assert torch.allclose(one, 2 * other)
         one.zero_()
     second = torch.autograd.grad(loss, inputs, retain_graph=True)
+    third = torch.autograd.grad(loss, inputs, create_graph=True)
+    assert all(torch.allclose(one, other) for one, other in zip(third, right, strict=True))
     loss.backward(retain_graph=True)
     loss.backward()
     for one, tensor, other in zip(second, inputs, right, strict=True):
         assert torch.allclose(one, other)
         assert torch.allclose(tensor.grad, 2 * other)
+
+
+def test_a_batch_of_gradients_and_fake_tensors():
+    (hidden, weight, _), targets = _inputs(4, 3, 5)
+    coefficients = torch.rand(4, 4, dtype=torch.float64)
+    batch = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
+    for loss in (
+        linear_loss(hidden, weight, targets, coefficients),
+        (linear_nll(hidden, weight, targets) * coefficients[:, 0]).sum(),
+    ):
+        (one,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        (many,) = torch.autograd.grad(loss, weight, batch, is_grads_batched=True)
+        assert torch.allclose(many, batch[:, None, None] * one)
+    expected = linear_nll(hidden, weight, targets)
+    with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        linear_terms(torch.empty(4, 3, dtype=torch.float64), torch.empty(5, 3, dtype=torch.float64), targets)
+    assert torch.equal(linear_nll(hidden, weight, targets), expected)
 
 
 def test_gradients_only_for_what_requires_them(monkeypatch):

@@ -317,6 +317,7 @@ def weighted(terms: Sequence[Tensor], coefficients: Float[Tensor, "n 4"]) -> Flo
 def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:
     """One draw a row: the least of exponential waiting times, a probability each as rate; never probability 0."""
     waiting = torch.empty_like(log_prob).exponential_(generator=generator)
+    waiting.clamp_(min=torch.finfo(waiting.dtype).tiny)  # log 0 would make an impossible token NaN
     return (log_prob - waiting.log()).argmax(-1)
 
 

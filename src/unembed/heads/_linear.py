@@ -57,10 +57,6 @@ class Linear(Head):
         if self.bias is not None:
             uniform_(self.bias, self.in_features)
 
-    def real_classes(self) -> Tensor | None:
-        """All under a soft-cap, which lifts a bias of `-inf` to `-c`."""
-        return None if self.softcap is not None else super().real_classes()
-
     @property
     def rank_bound(self) -> int | None:
         """D + 1, one more for a bias; none under a soft-cap."""
@@ -73,7 +69,11 @@ class Linear(Head):
         scores = nn.functional.linear(hidden, self.weight, self.bias)
         if self.scale != 1.0:
             scores = scores * self.scale
-        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+        if self.softcap is None:
+            return scores
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        # The cap would lift -inf to -c; what the bias takes out stays out.
+        return scores if self.bias is None else torch.where(self.bias == -torch.inf, -torch.inf, scores)
 
     def terms(
         self,

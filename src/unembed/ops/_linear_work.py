@@ -28,17 +28,17 @@ _HOLD = 96 << 20  # bytes kept at most
 @contextlib.contextmanager
 def _scores_memory(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Generator[Tensor]:
     """Uninitialised memory for the scores of a chunk: on a CPU that of the last call where it is large enough."""
-    if device.type != "cpu":
+    if device.type != "cpu" or torch._C._len_torch_dispatch_stack():  # a mode that traces or fakes makes its own
         yield torch.empty(shape, dtype=dtype, device=device)
         return
-    size = shape[0] * shape[1] * dtype.itemsize
+    count = shape[0] * shape[1]
     memory, _held.memory = getattr(_held, "memory", None), None  # taken, should another call come in between
-    if memory is None or len(memory) < size:
-        memory = torch.empty(size, dtype=torch.uint8)
+    if memory is None or memory.dtype != dtype or len(memory) < count:
+        memory = torch.empty(count, dtype=dtype, device=device)
     try:
-        yield memory[:size].view(dtype).view(shape)
+        yield memory[:count].view(shape)
     finally:
-        _held.memory = memory if len(memory) <= _HOLD else None
+        _held.memory = memory if memory.nbytes <= _HOLD else None
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class LinearOptions:
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The definition: `cap(s (h W^T + b))`, and `z + log sigmoid(z)` of that for sigsoftmax."""
         scores = linear_scores(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale)
+        if self.softcap is not None and bias is not None:  # the cap lifts -inf; what is taken out stays out
+            scores = torch.where(bias == -torch.inf, -torch.inf, scores)
         return scores + torch.nn.functional.logsigmoid(scores) if self.sigsoftmax else scores
 
     def shared(self, shared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -86,6 +88,8 @@ class Work:
         self.wide = widened(self.dtype)
         self.weight = weight.to(self.dtype)
         self._bias = None if bias is None else bias.to(self.wide)
+        gone = None if bias is None or options.softcap is None else bias == -torch.inf
+        self._gone = gone if gone is not None and bool(gone.any()) else None
         vocab = len(weight)
         self._rows = min(chunk, len(hidden))
         self._piece = max(1, _CACHED // vocab) if hidden.device.type == "cpu" else max(1, self._rows)
@@ -126,6 +130,8 @@ class Work:
                 if slope and self._slope is not None:  # 1 - tanh^2 would be 0 in float32 from 9 c on
                     steep = torch.cosh(scores, out=self._slope[: len(inside)]).square_().reciprocal_()
                 scores.tanh_().mul_(options.softcap)
+                if self._gone is not None:
+                    scores.masked_fill_(self._gone, -torch.inf)
             if options.sigsoftmax:
                 if slope and self._slope is not None:
                     shrink = torch.sigmoid(-scores).add_(1)

@@ -72,7 +72,9 @@ class _Evaluate(torch.autograd.Function):
     @staticmethod
     def forward(function: Rows, count: int, *tensors: Tensor) -> Tensors:
         with torch.autocast(tensors[0].device.type, enabled=False):
-            outputs, sums, kept = function.run(tensors[:count], tensors[count:])
+            # A batch of gradients (`is_grads_batched`) comes as tensors that nothing may be done to in place.
+            run = Rows.run if any(map(_is_batch, tensors)) else type(function).run
+            outputs, sums, kept = run(function, tensors[:count], tensors[count:])
         return (*outputs, *sums, *kept)
 
     @staticmethod
@@ -93,7 +95,7 @@ class _Evaluate(torch.autograd.Function):
         inputs, output, function, count = _saved(ctx)
         asked = ctx.needs_input_grad[2:]
         if not any(asked):
-            return (None, None, *asked)
+            return (None,) * (2 + len(asked))
         wanted = (tuple(asked[:count]), tuple(asked[count:]))
         ups = [
             (place < function.outputs, torch.zeros_like(output[place]) if up is None else up)
@@ -102,9 +104,10 @@ class _Evaluate(torch.autograd.Function):
         ]
         silent = [part.detach() for part in output]
         kept = tuple(silent[function.outputs + function.sums :])
-        if isinstance(function, Summed) and function.made(wanted) and _is_plain():
-            if ctx.spent:  # a graph that was kept: what was made is gone
+        if ctx.spent:  # a graph that was kept: what was made is gone
+            with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
                 kept = function.run(inputs[:count], inputs[count:])[2]
+        if isinstance(function, Summed) and function.made(wanted) and _is_plain(ups[0][1]):
             ctx.spent = True
             gradients = iter(function.given_away(wanted, kept, ups[0][1], inputs))
             return (None, None, *(next(gradients) if want else None for want in asked))
@@ -257,9 +260,14 @@ class _Pushforward(Rows):
         return tangents[: self.outputs], tangents[self.outputs :]
 
 
-def _is_plain() -> bool:
+def _is_plain(upstream: Tensor) -> bool:
     """Whether this is a backward pass of first order, under no transform of torch.func and no batch of gradients."""
-    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    transformed = torch._C._are_functorch_transforms_active() or _is_batch(upstream)
+    return not torch.is_grad_enabled() and not transformed
+
+
+def _is_batch(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _vjp(function: Callable[..., Tensors], *primals: Tensor) -> tuple[Tensors, Callable[..., Tensors]]:

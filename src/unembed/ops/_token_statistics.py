@@ -15,6 +15,7 @@ from unembed.ops._linear_nll import as_autocast, check_targets, chunk_rows, line
 from unembed.ops._linear_work import LinearOptions
 from unembed.ops._rows import Rows, Tensors, evaluate
 from unembed.ops._scores import widened
+from unembed.ops._token_terms import logsumexp
 
 
 class TokenStatistics(NamedTuple):
@@ -122,8 +123,8 @@ def statistics_of(
 ) -> Tensors:
     """`log_prob, entropy, argmax, lse[, kl]` of rows of scores; a score of `-inf` is probability 0 and adds nothing."""
     scores = scores.to(widened(scores.dtype))
-    lse = torch.logsumexp(scores, -1)
-    log_prob = scores - lse[:, None]
+    lse = logsumexp(scores, -1)
+    log_prob = scores - torch.where(lse == -torch.inf, 0.0, lse)[:, None]
     gone = scores == -torch.inf
     probability, finite = log_prob.exp(), torch.where(gone, 0.0, log_prob)
     counts = targets != ignore_index
