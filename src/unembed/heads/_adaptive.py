@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -41,6 +41,9 @@ class AdaptiveSoftmax(Head):
     """
 
     names = ("adaptive",)
+    not_applicable: ClassVar[dict[str, str]] = {
+        "func_vmap": "tokens are sorted by cluster, so shapes depend on the targets, which vmap cannot follow"
+    }
     normalised = True
 
     def __init__(

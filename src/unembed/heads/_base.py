@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.ops import Rows, Summed, chunk_rows, evaluate, requiring, token_terms, widened
+from unembed.ops import Rows, Summed, chunk_rows, evaluate, requiring, token_terms, weighted, widened
 
 HEADS: dict[str, Any] = {}  # by every name that `build` takes
 
@@ -290,6 +290,18 @@ class _HeadLoss(Summed):
         return (), (weighted((nll, lse, lse.square(), *spread), coefficients),)
 
 
+def start_of(linear: Any, kind: type[Head]) -> tuple[Float[Tensor, "V D"], Float[Tensor, " V"] | None]:
+    """Weight and bias for a head of another kind to start from; the scale of a `Linear` head goes into both.
+
+    Raises:
+        ValueError: If the linear head has a soft-cap.
+    """
+    if getattr(linear, "softcap", None) is not None:
+        raise ValueError(f"{kind.__name__} has no soft-cap, so it cannot start as a head with one.")
+    scale, bias = getattr(linear, "scale", 1.0), linear.bias
+    return linear.weight.detach() * scale, None if bias is None else bias.detach() * scale
+
+
 def refuse_random(head: nn.Module) -> None:
     """Refuse dropout inside a head: a backward pass makes the scores again, and would draw another mask.
 
@@ -302,16 +314,6 @@ def refuse_random(head: nn.Module) -> None:
                 f"`{name}` of {type(head).__name__} drops at random, so its scores cannot be made twice; "
                 "apply dropout to the hidden states before the head."
             )
-
-
-def weighted(terms: Sequence[Tensor], coefficients: Float[Tensor, "n 4"]) -> Float[Tensor, ""]:
-    """The sum of all terms times their columns of coefficients; what has coefficient 0 counts as 0, infinite or not."""
-    total = coefficients.new_zeros((), dtype=terms[0].dtype)
-    for place, term in enumerate(terms):
-        column = coefficients[:, place].to(term.dtype)
-        blank = (column == 0) & ~torch.isfinite(term)
-        total = total + (torch.where(blank, 0.0, term) * column).sum()
-    return total
 
 
 def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._base import Head, draw, start_of, uniform_
 from unembed.ops import chunk_rows
 
 
@@ -253,23 +253,21 @@ class DirectOutputConnection(Head):
         than `1 / share` times the probability. With no components on earlier layers the start is exact.
 
         Args:
-            linear: An `nn.Linear` or a `Linear` head without soft-cap and scale.
+            linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into weight and bias.
             layers: L.
             k: Components a layer, as in `__init__`; at least one for the last.
             share: Weight of all components of earlier layers together.
         """
-        if getattr(linear, "softcap", None) is not None or getattr(linear, "scale", 1.0) != 1.0:
-            raise ValueError("A mixture has no soft-cap and no scale, so it cannot start as this head.")
+        weight, bias = start_of(linear, cls)
         if not 0 < share < 1:
             raise ValueError(f"`share` must lie in (0, 1), got {share}.")
-        weight = linear.weight
         head = cls(
             linear.in_features,
             linear.out_features,
             layers=layers,
             k=k,
             activation="identity",
-            bias=linear.bias is not None,
+            bias=bias is not None,
             prior_bias=True,
             device=weight.device,
             dtype=weight.dtype,
@@ -283,8 +281,8 @@ class DirectOutputConnection(Head):
             head.facets.copy_(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device))
             head.facet_bias.zero_()
             head.prior.zero_()  # the weights must not depend on the hidden state, or `share` would not hold
-            if head.bias is not None:
-                head.bias.copy_(linear.bias)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
             assert head.prior_bias is not None
             head.prior_bias.zero_()[:earlier] = math.log(share / (1 - share) * last / earlier) if earlier else 0.0
         return head

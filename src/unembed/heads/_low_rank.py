@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 
 _BLOCK = 1 << 20  # numbers of `W` in float64 at once while it is factorised
 
@@ -150,17 +150,15 @@ class LowRank(Head):
         Raises:
             ValueError: If the linear head has a soft-cap.
         """
-        if getattr(linear, "softcap", None) is not None:
-            raise ValueError("A low-rank head has no soft-cap, so it cannot start as this head.")
-        scale, weight = getattr(linear, "scale", 1.0), linear.weight.detach()
+        weight, bias = start_of(linear, cls)
         like = {"device": weight.device, "dtype": weight.dtype}
-        head = cls(linear.in_features, linear.out_features, rank=rank, bias=linear.bias is not None, **like)
+        head = cls(linear.in_features, linear.out_features, rank=rank, bias=bias is not None, **like)
         values, right = _right_singular(weight)
         kept = min(head.rank, len(values))
         total, lost = values.square().sum(), values[kept:].square().sum()
         head.fit_error = float((lost / total).sqrt()) if total > 0 else 0.0
         root = values[:kept].sqrt()
-        share = torch.where(root > 0, scale / torch.where(root > 0, root, 1.0), 0.0)
+        share = torch.where(root > 0, 1 / torch.where(root > 0, root, 1.0), 0.0)
         with torch.no_grad():
             head.weight.zero_()  # what is left over of a rank above D adds nothing, and can learn: its B is drawn
             step = max(1, _BLOCK // linear.in_features)
@@ -168,8 +166,8 @@ class LowRank(Head):
                 block = weight[start : start + step].double()
                 head.weight[start : start + step, :kept] = ((block @ right[:, :kept]) * share).to(weight.dtype)
             head.projection[:kept] = (right[:, :kept] * root).T.to(weight.dtype)
-            if head.bias is not None:
-                head.bias.copy_(linear.bias * scale)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
         return head
 
     @classmethod

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 
 _K, _NODES = 4, 3  # components, and the nodes of the tree whose leaves they are
 
@@ -156,24 +156,22 @@ class Mixtape(Head):
         Raises:
             ValueError: If the linear head has a soft-cap.
         """
-        if getattr(linear, "softcap", None) is not None:
-            raise ValueError("Mixtape has no soft-cap, so it cannot start as this head.")
-        scale, weight = getattr(linear, "scale", 1.0), linear.weight.detach()
+        weight, bias = start_of(linear, cls)
         head = cls(
             linear.in_features,
             linear.out_features,
             gated=gated,
             gate_features=gate_features,
             activation="identity",
-            bias=linear.bias is not None,
+            bias=bias is not None,
             device=weight.device,
             dtype=weight.dtype,
         )
         with torch.no_grad():
-            head.weight.copy_(weight * scale)
+            head.weight.copy_(weight)
             head.facets.copy_(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device))
-            if head.bias is not None:
-                head.bias.copy_(linear.bias * scale)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
         return head
 
     @classmethod

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._base import Head, draw, start_of, uniform_
 from unembed.ops import chunk_rows
 
 
@@ -207,22 +207,20 @@ class MixtureOfSoftmaxes(Head):
         A shared matrix needs facets that can be the identity, so `activation` is that.
 
         Args:
-            linear: An `nn.Linear` or a `Linear` head without soft-cap and scale.
+            linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into weight and bias.
             k: Components.
             shared: As in `__init__`; with one matrix a component the linear head must have no bias.
         """
-        if getattr(linear, "softcap", None) is not None or getattr(linear, "scale", 1.0) != 1.0:
-            raise ValueError("A mixture has no soft-cap and no scale, so it cannot start as this head.")
-        if linear.bias is not None and not shared:
+        weight, bias = start_of(linear, cls)
+        if bias is not None and not shared:
             raise ValueError("One matrix a component has no bias, so it cannot start as this head; use shared=True.")
-        weight = linear.weight
         head = cls(
             linear.in_features,
             linear.out_features,
             k=k,
             shared=shared,
             activation="identity",
-            bias=linear.bias is not None,
+            bias=bias is not None,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -231,8 +229,8 @@ class MixtureOfSoftmaxes(Head):
             if head.facets is not None and head.facet_bias is not None:
                 head.facets.copy_(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device))
                 head.facet_bias.zero_()
-            if head.bias is not None:
-                head.bias.copy_(linear.bias)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
         return head
 
     @classmethod

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 
 _UNIT = math.log(math.expm1(1.0))  # softplus of this is 1
 
@@ -139,16 +139,14 @@ class MonotonicSoftmax(Head):
         Raises:
             ValueError: If the linear head has a soft-cap.
         """
-        if getattr(linear, "softcap", None) is not None:
-            raise ValueError("A piecewise linear function is no soft-cap, so it cannot start as this head.")
-        scale, weight = getattr(linear, "scale", 1.0), linear.weight.detach()
+        weight, bias = start_of(linear, cls)
         like = {"device": weight.device, "dtype": weight.dtype}
-        options = {"knots": knots, "limit": limit, "bias": linear.bias is not None}
+        options = {"knots": knots, "limit": limit, "bias": bias is not None}
         head = cls(linear.in_features, linear.out_features, **options, **like)
         with torch.no_grad():
-            head.weight.copy_(weight * scale)
-            if head.bias is not None:
-                head.bias.copy_(linear.bias * scale)
+            head.weight.copy_(weight)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
         return head
 
     @classmethod

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._base import Head, draw, start_of, uniform_
 from unembed.heads._facets import block_input, split_nll, split_scores
 from unembed.ops import chunk_rows
 
@@ -280,23 +280,22 @@ class MultiFacet(Head):
         """A head that starts as `linear` on the last layer: every facet copies $h_t^L$ and leaves the block alone.
 
         Args:
-            linear: An `nn.Linear` or a `Linear` head without soft-cap and scale.
+            linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into weight and bias.
             k: Facets.
             window: Positions read.
             layers: Layers given.
             partitions: Projections of facet 0.
         """
-        if getattr(linear, "softcap", None) is not None or getattr(linear, "scale", 1.0) != 1.0:
-            raise ValueError("A mixture has no soft-cap and no scale, so it cannot start as this head.")
-        weight, sizes = linear.weight, (linear.in_features, linear.out_features)
+        weight, bias = start_of(linear, cls)
+        sizes = (linear.in_features, linear.out_features)
         options: dict[str, Any] = {"k": k, "window": window, "layers": layers, "partitions": partitions}
-        head = cls(*sizes, **options, bias=linear.bias is not None, device=weight.device, dtype=weight.dtype)
+        head = cls(*sizes, **options, bias=bias is not None, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
             head.weight.copy_(weight)
             head.facets.zero_()[..., : sizes[0]] = torch.eye(sizes[0], dtype=weight.dtype, device=weight.device)
             head.facet_bias.zero_()
-            if head.bias is not None:
-                head.bias.copy_(linear.bias)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
         return head
 
     @classmethod

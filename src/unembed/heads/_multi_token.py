@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 from unembed.heads._offsets import SequentialBlock, block_reference, later_tokens, normalised
 
 
@@ -309,22 +309,21 @@ class MultiTokenPrediction(Head):
         """A head whose next token starts as `linear`; with parallel trunks every offset does, as they add nothing yet.
 
         Args:
-            linear: An `nn.Linear` or a `Linear` head without soft-cap and scale.
+            linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into weight and bias.
             n: Tokens predicted.
             mode: As in `__init__`.
             width: As in `__init__`.
         """
-        if getattr(linear, "softcap", None) is not None or getattr(linear, "scale", 1.0) != 1.0:
-            raise ValueError("Multi-token prediction has no soft-cap and no scale, so it cannot start as this head.")
-        weight, biased = linear.weight, linear.bias is not None
+        weight, bias = start_of(linear, cls)
+        biased = bias is not None
         sizes, like = (linear.in_features, linear.out_features), {"device": weight.device, "dtype": weight.dtype}
         head = cls(*sizes, n=n, mode=mode, width=width, bias=biased, **like)
         with torch.no_grad():
             head.weight.copy_(weight)
             if head.down is not None:
                 head.down.zero_()
-            if head.bias is not None:
-                head.bias.copy_(linear.bias)
+            if head.bias is not None and bias is not None:
+                head.bias.copy_(bias)
         return head
 
     @classmethod

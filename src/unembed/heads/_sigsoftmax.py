@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 
 _SATURATED = 14.0  # |log sigmoid| is below 1e-6 from here on
 
@@ -134,20 +134,16 @@ class Sigsoftmax(Head):
         Raises:
             ValueError: If the linear head has a soft-cap.
         """
-        if getattr(linear, "softcap", None) is not None:
-            raise ValueError("A sigsoftmax head has no soft-cap, so it cannot start as this head.")
+        weight, bias = start_of(linear, cls)
         norm = 2 * math.sqrt(linear.in_features) if norm is None else norm
-        scale, weight = getattr(linear, "scale", 1.0), linear.weight.detach()
         head = cls(linear.in_features, linear.out_features, bias=True, device=weight.device, dtype=weight.dtype)
         wide = ops.widened(weight.dtype)
-        bias = (
-            weight.new_zeros(len(weight), dtype=wide) if linear.bias is None else linear.bias.detach().to(wide) * scale
-        )
-        reach = torch.linalg.vector_norm(weight, dim=1, dtype=wide) * (abs(scale) * norm)
+        wide_bias = weight.new_zeros(len(weight), dtype=wide) if bias is None else bias.to(wide)
+        reach = torch.linalg.vector_norm(weight, dim=1, dtype=wide) * norm
         assert head.bias is not None
         with torch.no_grad():
-            head.weight.copy_(weight * scale)
-            head.bias.copy_(bias + (_SATURATED + _deepest(reach - bias)))
+            head.weight.copy_(weight)
+            head.bias.copy_(wide_bias + (_SATURATED + _deepest(reach - wide_bias)))
         return head
 
     @classmethod

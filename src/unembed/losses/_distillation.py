@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unembed import ops
 from unembed.heads import Head
 from unembed.losses._head_rows import of_scores, reduced
 
@@ -63,17 +64,11 @@ def distillation(
 
     def divergence(scores: Sequence[Tensor], _more: Sequence[Tensor]) -> Tensor:
         student, taught = (torch.log_softmax(part / temperature, -1) for part in scores)
-        return _kl(taught, student) if direction == "forward" else _kl(student, taught)
+        p, q = (taught, student) if direction == "forward" else (student, taught)
+        return ops.kl_divergence(p, q)
 
     flat = hidden.reshape(-1, *head.hidden_shape(hidden))
     flat_teacher = teacher_hidden.reshape(-1, *teacher.hidden_shape(teacher_hidden))
     loss = of_scores([head, teacher], [flat, flat_teacher], [], divergence, chunk=chunk)
     loss = loss * temperature**2 if times_squared else loss
     return reduced(loss, token_weight, shape, reduction, when_empty)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """`sum p (log p - log q)`; a class of probability 0 under p adds nothing, also where q has none."""
-    gone = log_p == -torch.inf
-    gap = torch.where(gone, 0.0, log_p) - torch.where(gone, 0.0, log_q)
-    return (log_p.exp() * gap).sum(-1)

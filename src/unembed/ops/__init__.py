@@ -5,8 +5,8 @@ from unembed.ops._linear_nll import check_targets, chunk_rows, linear_loss, line
 from unembed.ops._mixture import combined, mixture_loss, mixture_nll
 from unembed.ops._rows import Rows, Summed, evaluate
 from unembed.ops._scores import linear_scores, squared_norms, widened
-from unembed.ops._token_statistics import TokenStatistics, statistics_of, token_statistics
-from unembed.ops._token_terms import logsumexp, token_terms
+from unembed.ops._token_statistics import TokenStatistics, kl_divergence, statistics_of, token_statistics
+from unembed.ops._token_terms import logsumexp, token_terms, weighted
 
 __all__ = [
     "ColumnSpace",
@@ -19,6 +19,7 @@ __all__ = [
     "column_space",
     "combined",
     "evaluate",
+    "kl_divergence",
     "linear_loss",
     "linear_nll",
     "linear_scores",
@@ -33,5 +34,6 @@ __all__ = [
     "thin_r",
     "token_statistics",
     "token_terms",
+    "weighted",
     "widened",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, spread_of, terms_of
 from unembed.ops._rows import Summed, Tensors, Wanted
-from unembed.ops._token_terms import token_terms
+from unembed.ops._token_terms import token_terms, weighted
 
 
 class LinearLoss(Summed):
@@ -37,8 +37,8 @@ class LinearLoss(Summed):
         options = self.options
         weight, bias, spread = options.shared(shared)
         scores = options.scores(hidden, weight, bias)
-        terms = _four(token_terms(scores, targets, ignore_index=options.ignore_index, spread=spread))
-        return (), (_weighted(terms, coefficients.to(terms.dtype)),)
+        nll, lse, *mean = token_terms(scores, targets, ignore_index=options.ignore_index, spread=spread)
+        return (), (weighted((nll, lse, lse.square(), *mean), coefficients),)
 
     def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """In place, one chunk of scores alive."""
@@ -90,18 +90,7 @@ class LinearLoss(Summed):
         torch.mul(terms[:, 1], terms[:, 1], out=terms[:, 2])
         of_coefficients = terms if self.asked[0][2] else None
         kept = tuple(part for part in (sums.hidden, of_coefficients, sums.weight, sums.bias) if part is not None)
-        return (), (_weighted(terms, coefficients),), kept
-
-
-def _four(terms: Tensors) -> Tensor:
-    """`nll, lse, lse^2, spread` side by side."""
-    nll, lse, *spread = terms
-    return torch.stack([nll, lse, lse.square(), *(spread or [torch.zeros_like(nll)])], dim=-1)
-
-
-def _weighted(terms: Tensor, coefficients: Tensor) -> Tensor:
-    blank = (coefficients == 0) & ~torch.isfinite(terms)
-    return (torch.where(blank, 0.0, terms) * coefficients).sum()
+        return (), (weighted(terms.unbind(1), coefficients),), kept
 
 
 def _upstream(coefficients: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

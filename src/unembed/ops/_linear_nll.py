@@ -34,7 +34,9 @@ def _reference(
     """What `linear_nll` means, in float64 with all scores at once."""
     scores = hidden.double() @ weight.double().T
     scores = scale * (scores if bias is None else scores + bias.double())
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if softcap is not None:  # a class that the bias takes out is masked after the cap
+        capped = softcap * torch.tanh(scores / softcap)
+        scores = torch.where(scores == -torch.inf, scores, capped)
     counts = targets != ignore_index
     own = scores.gather(1, torch.where(counts, targets, 0)[:, None]).squeeze(1)
     return torch.where(counts, torch.logsumexp(scores, 1) - own, 0.0)
@@ -90,9 +92,7 @@ def linear_terms(
     chunk: int | None = None,
 ) -> tuple[Float[Tensor, "*N"], ...]:
     """`(nll, lse)` of each token, and the sum of scores weighted by `spread` where it is given; as `linear_nll`."""
-    hidden, weight, bias = as_autocast(hidden, weight, bias)
-    check_targets(targets, len(weight), ignore_index)
-    options, shared = linear_options(
+    options, hidden, shared = prepared(
         hidden,
         weight,
         targets,
@@ -103,7 +103,7 @@ def linear_terms(
         ignore_index=ignore_index,
         spread=spread,
     )
-    rows = chunk_rows(len(weight), hidden.device, chunk)
+    rows = chunk_rows(len(shared[0]), hidden.device, chunk)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long())
     outputs, _ = evaluate(LinearTerms(options, rows), flat, shared)
     return tuple(term.reshape(targets.shape) for term in outputs)
@@ -140,9 +140,7 @@ def linear_loss(
         spread: s, 0 where a score may be `-inf`; no last term when None.
         chunk: Tokens whose scores are alive at once. Chosen from V when None.
     """
-    hidden, weight, bias = as_autocast(hidden, weight, bias)
-    check_targets(targets, len(weight), ignore_index)
-    options, shared = linear_options(
+    options, hidden, shared = prepared(
         hidden,
         weight,
         targets,
@@ -153,7 +151,7 @@ def linear_loss(
         ignore_index=ignore_index,
         spread=spread,
     )
-    rows = chunk_rows(len(weight), hidden.device, chunk)
+    rows = chunk_rows(len(shared[0]), hidden.device, chunk)
     tokens = (hidden, targets.long(), coefficients)
     asked = (requiring(tokens), (*requiring(shared[: 1 + options.biased]), *(False,) * options.spread))
     _, (total,) = evaluate(LinearLoss(options, rows, asked), tokens, shared)
@@ -204,7 +202,7 @@ def check_targets(targets: Tensor, classes: int, ignore_index: int | None, *, na
         )
 
 
-def linear_options(
+def prepared(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -215,12 +213,14 @@ def linear_options(
     sigsoftmax: bool = False,
     ignore_index: int = -100,
     spread: Tensor | None = None,
-) -> tuple[LinearOptions, tuple[Tensor, ...]]:
-    """The options of a linear head and its shared tensors.
+) -> tuple[LinearOptions, Tensor, tuple[Tensor, ...]]:
+    """The options of a linear head, the hidden states and the shared tensors, as autocast would have them.
 
     Raises:
-        ValueError: If shapes do not fit, or the soft-cap is none.
+        ValueError: If shapes do not fit, a target is no class, or the soft-cap is none.
     """
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
+    check_targets(targets, len(weight), ignore_index)
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"Expected `hidden` [*, {weight.shape[1]}] and `targets` [*] of one shape, "
@@ -239,7 +239,7 @@ def linear_options(
         biased=bias is not None,
         spread=spread is not None,
     )
-    return options, tuple(tensor for tensor in (weight, bias, spread) if tensor is not None)
+    return options, hidden, tuple(tensor for tensor in (weight, bias, spread) if tensor is not None)
 
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

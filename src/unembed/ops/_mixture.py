@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unembed.ops._linear_nll import as_autocast, check_targets, chunk_rows, linear_options, requiring
+from unembed.ops._linear_nll import chunk_rows, prepared, requiring
 from unembed.ops._linear_terms import LinearTerms
 from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, terms_of
 from unembed.ops._rows import Summed, Tensors, Wanted, evaluate
-from unembed.ops._token_terms import logsumexp, token_terms
+from unembed.ops._token_terms import logsumexp, token_terms, weighted
 
 
 def mixture_nll(
@@ -43,14 +43,12 @@ def mixture_nll(
         chunk: Tokens whose scores are alive at once. Chosen from V and K when None.
     """
     components = hidden.shape[-2]
-    hidden, weight, bias = as_autocast(hidden, weight, bias)
-    check_targets(targets, len(weight), ignore_index)
-    options, shared = linear_options(
-        hidden[..., 0, :], weight, targets, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index
+    targets_of_all = targets[..., None].expand(hidden.shape[:-1])
+    options, hidden, shared = prepared(
+        hidden, weight, targets_of_all, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index
     )
     rows = chunk_rows(components * len(weight), hidden.device, chunk) * components
-    flat = targets.reshape(-1).long()
-    each = flat.repeat_interleave(components)
+    flat, each = targets.reshape(-1).long(), targets_of_all.reshape(-1).long()
     (nll, _), _ = evaluate(LinearTerms(options, rows), (hidden.reshape(-1, hidden.shape[-1]), each), shared)
     total = combined(log_prior.reshape(-1, components), nll.reshape(-1, components), flat != ignore_index)
     return total.reshape(targets.shape)
@@ -81,10 +79,9 @@ def mixture_loss(
         ignore_index: Target of tokens that do not count.
         chunk: Tokens whose scores are alive at once. Chosen from V and K when None.
     """
-    hidden, weight, bias = as_autocast(hidden, weight, bias)
-    check_targets(targets, len(weight), ignore_index)
-    options, shared = linear_options(
-        hidden[..., 0, :], weight, targets, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index
+    targets_of_all = targets[..., None].expand(hidden.shape[:-1])
+    options, hidden, shared = prepared(
+        hidden, weight, targets_of_all, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index
     )
     rows = chunk_rows(hidden.shape[1] * len(weight), hidden.device, chunk)
     tokens = (hidden, log_prior, targets.long(), coefficients)
@@ -115,7 +112,7 @@ class _MixtureLoss(Summed):
         scores = self.options.scores(hidden.flatten(0, 1), weight, bias)
         nll, _ = token_terms(scores, targets.repeat_interleave(hidden.shape[1]), ignore_index=ignored)
         total = combined(log_prior, nll.reshape(log_prior.shape), targets != ignored)
-        return (), (_sum(total, coefficients),)
+        return (), (weighted((total,), coefficients[:, None]),)
 
     def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """In place, one chunk of scores alive."""
@@ -161,10 +158,4 @@ class _MixtureLoss(Summed):
             totals if self.asked[0][3] else None,
         )
         kept = tuple(part for part in (*of_tokens, sums.weight, sums.bias) if part is not None)
-        return (), (_sum(totals, weights),), kept
-
-
-def _sum(nll: Tensor, coefficients: Tensor) -> Tensor:
-    coefficients = coefficients.to(nll.dtype)
-    blank = (coefficients == 0) & ~torch.isfinite(nll)
-    return (torch.where(blank, 0.0, nll) * coefficients).sum()
+        return (), (weighted((totals,), weights[:, None]),), kept

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unembed.ops._linear_nll import as_autocast, check_targets, chunk_rows, linear_options
+from unembed.ops._linear_nll import chunk_rows, prepared
 from unembed.ops._linear_work import LinearOptions
 from unembed.ops._rows import Rows, Tensors, evaluate
 from unembed.ops._scores import widened
@@ -70,16 +70,13 @@ def token_statistics(
     Raises:
         ValueError: If shapes do not fit, or a target is no class.
     """
-    hidden, weight, bias = as_autocast(hidden, weight, bias)
-    check_targets(targets, len(weight), ignore_index)
     common = {"softcap": softcap, "scale": scale, "ignore_index": ignore_index}
-    options, shared = linear_options(hidden, weight, targets, bias=bias, **common)
+    options, hidden, shared = prepared(hidden, weight, targets, bias=bias, **common)
     tokens = [hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()]
     reference = None
     if reference_hidden is not None:
         other, other_bias = (weight, bias) if reference_weight is None else (reference_weight, reference_bias)
-        reference_hidden, other, other_bias = as_autocast(reference_hidden, other, other_bias)
-        reference, more = linear_options(reference_hidden, other, targets, bias=other_bias, **common)
+        reference, reference_hidden, more = prepared(reference_hidden, other, targets, bias=other_bias, **common)
         if len(other) != len(weight):
             raise ValueError(f"The reference has {len(other)} classes, the head {len(weight)}; they must be the same.")
         tokens.append(reference_hidden.reshape(-1, reference_hidden.shape[-1]))
@@ -138,5 +135,11 @@ def statistics_of(
     if reference is None:
         return found
     log_other = torch.log_softmax(reference.to(scores.dtype), -1)
-    gap = torch.where(gone, 0.0, finite - torch.where(gone, 0.0, log_other))
-    return *found, (probability * gap).sum(-1)
+    return *found, kl_divergence(log_prob, log_other)
+
+
+def kl_divergence(log_p: Float[Tensor, "n V"], log_q: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
+    """`sum p (log p - log q)`; a class of probability 0 under p adds nothing, also where q has none."""
+    gone = log_p == -torch.inf
+    gap = torch.where(gone, 0.0, log_p) - torch.where(gone, 0.0, log_q)
+    return (log_p.exp() * gap).sum(-1)

@@ -5,6 +5,8 @@ Shapes: n tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,6 +22,15 @@ def logsumexp(scores: Tensor, dim: int) -> Tensor:
     empty = total == 0
     found = torch.where(empty, torch.ones_like(total), total).log() + peak.squeeze(dim)
     return torch.where(empty, -torch.inf, found)
+
+
+def weighted(terms: Sequence[Float[Tensor, " n"]], coefficients: Float[Tensor, "n c"]) -> Float[Tensor, ""]:
+    """The sum of all terms, each times its column; a term with coefficient 0 counts as 0, infinite or not."""
+    total = terms[0].new_zeros(())
+    for term, column in zip(terms, coefficients.to(terms[0].dtype).unbind(1), strict=False):
+        blank = (column == 0) & ~torch.isfinite(term)
+        total = total + (torch.where(blank, 0.0, term) * column).sum()
+    return total
 
 
 def token_terms(

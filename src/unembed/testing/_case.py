@@ -42,6 +42,7 @@ class Case:
         self.classes: int = self.given.out_features
         self.device = next((parameter.device for parameter in head.parameters()), torch.device("cpu"))
         self._inputs = inputs
+        self.backend = "inductor"  # of torch.compile
         torch.manual_seed(seed)
         self._moved = copy.deepcopy(head).eval().float()
         with torch.no_grad():

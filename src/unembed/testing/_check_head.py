@@ -39,7 +39,7 @@ def check_head(
     inputs: Inputs | None = None,
     only: Collection[str] | None = None,
     skip: Collection[str] | Mapping[str, str] = (),
-    compile: bool = False,
+    compile: bool | str = False,
     seed: int = 0,
     raises: bool = True,
 ) -> list[Outcome]:
@@ -63,8 +63,8 @@ def check_head(
         inputs: `(tokens_shape, dtype) -> hidden`, random, in the place of `hidden_shape` and `example_hidden`.
         only: Names of the checks to run; all when None. `CHECKS` lists them.
         skip: Names of checks to leave out, or a dictionary from name to reason.
-        compile: Whether to run the checks under torch.compile too (tens of seconds; jaxtyping's run-time checks must
-            be off).
+        compile: Whether to run the checks under torch.compile too, or the backend to run them with (tens of seconds
+            with Inductor; jaxtyping's run-time checks must be off).
         seed: Of everything random; the global generator is left as it was.
         raises: Whether to raise when a check failed; the outcomes are returned otherwise.
 
@@ -86,6 +86,7 @@ def check_head(
     outcomes: dict[str, Outcome] = {}
     with torch.random.fork_rng():
         case = Case(head, inputs or _inputs(head, hidden_shape), _STREAM + seed)
+        case.backend = compile if isinstance(compile, str) else "inductor"
         for one in chosen:
             blocked = [name for name in one.after if name in outcomes and outcomes[name].status == "failed"]
             if one.name in reasons:

@@ -107,7 +107,7 @@ def _compiled(case: Case, loss: Any, reference: Any) -> None:
     truth, want = gradients(case.head(torch.float64), hidden.double(), targets, reference)
     torch.compiler.reset()
     try:
-        got, found = gradients(head, hidden, targets, torch.compile(loss, fullgraph=True))
+        got, found = gradients(head, hidden, targets, torch.compile(loss, fullgraph=True, backend=case.backend))
     finally:
         torch.compiler.reset()
     close(got, truth, 3e-5, "compiled loss")
