@@ -11,8 +11,10 @@ cut-cross-entropy has no path of its own on a CPU: it takes `torch.compile` of t
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,22 +48,23 @@ def floor(n: int, d: int, v: int, dtype: str) -> Run:
     return run
 
 
-def _step(loss_of: Callable[..., Tensor]) -> Callable[[int, int, int, str], Run]:
-    """A contestant: loss and gradients of hidden states and weight."""
+class Step:
+    """A contestant's loss and gradients of hidden states and weight; called, it is one step of training."""
 
-    def make(n: int, d: int, v: int, dtype: str) -> Run:
-        hidden, weight, targets = inputs(n, d, v, dtype)
+    def __init__(self, loss_of: Callable[..., Tensor], n: int, d: int, v: int, dtype: str) -> None:
+        self._loss_of = loss_of
+        self.hidden, self.weight, self._targets = inputs(n, d, v, dtype)
 
-        def run() -> Tensor:
-            hidden.grad = weight.grad = None
-            loss = loss_of(hidden, weight, targets)
-            loss.backward()
-            return loss.detach()
+    def __call__(self) -> Tensor:
+        """Gradients made anew."""
+        self.hidden.grad = self.weight.grad = None
+        loss = self._loss_of(self.hidden, self.weight, self._targets)
+        loss.backward()
+        return loss.detach()
 
-        run.parts = (hidden, weight)  # type: ignore[attr-defined]
-        return run
 
-    return make
+def _step(loss_of: Callable[..., Tensor]) -> Callable[..., Step]:
+    return functools.partial(Step, loss_of)
 
 
 def _materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -107,7 +110,7 @@ def _ours_per_token(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 _COMPILED = torch.compile(_materialised)
 _UPSTREAM = torch.rand(4096, generator=torch.Generator().manual_seed(3)) / 1024
-CONTESTANTS: dict[str, Callable[[int, int, int, str], Run]] = {
+CONTESTANTS: dict[str, Callable[..., Run]] = {
     "floor: three products": floor,
     "materialised": _step(_materialised),
     "torch.compile of it (and cut-cross-entropy)": _step(_compiled),
@@ -119,7 +122,7 @@ CONTESTANTS: dict[str, Callable[[int, int, int, str], Run]] = {
 }
 
 
-def errors(run: Run, n: int, d: int, v: int, dtype: str) -> str:
+def errors(run: Step, n: int, d: int, v: int, dtype: str) -> str:
     """Relative errors of the loss and of both gradients against float64; blank where the loss is another one."""
     hidden, weight, targets = inputs(n, d, v, dtype)
     loss = run()
@@ -129,9 +132,11 @@ def errors(run: Run, n: int, d: int, v: int, dtype: str) -> str:
         part = F.cross_entropy(F.linear(h, wide[1]), t, reduction="sum") / n
         part.backward(retain_graph=True)
         exact += part.detach()
-    grads = [part.grad for part in run.parts]  # type: ignore[attr-defined]
-    gaps = [(mine.double() - right.grad).norm() / right.grad.norm() for mine, right in zip(grads, wide, strict=True)]
-    return f"{abs(float(loss) - float(exact)) / float(exact):.0e}, {float(gaps[0]):.1e}, {float(gaps[1]):.1e}"
+    gaps = [
+        float((mine.grad.double() - right.grad).norm() / right.grad.norm())
+        for mine, right in zip((run.hidden, run.weight), wide, strict=True)
+    ]
+    return f"{abs(float(loss) - float(exact)) / float(exact):.0e}, {gaps[0]:.1e}, {gaps[1]:.1e}"
 
 
 def linear_table(rounds: int, sizes: list[tuple[int, int, int]]) -> list[str]:
@@ -146,8 +151,9 @@ def linear_table(rounds: int, sizes: list[tuple[int, int, int]]) -> list[str]:
             for name, make in CONTESTANTS.items():
                 ratio = median_ratio(times, name, "floor: three products")
                 memory = "" if make is floor else f"{peak_megabytes(_warm, name, *size, dtype):.0f} MB"
-                exact = size == SIZES[0] and make is not floor and "per token" not in name
-                error = errors(runs[name], *size, dtype) if exact else ""
+                run = runs[name]
+                exact = size == SIZES[0] and "per token" not in name  # the per-token loss is another one
+                error = errors(run, *size, dtype) if exact and isinstance(run, Step) else ""
                 seconds = statistics.median(times[name])
                 rows.append(f"| {size} | {dtype} | {name} | {seconds:.2f} s | {ratio:.2f} | {memory} | {error} |")
                 print(rows[-1], flush=True)
@@ -225,7 +231,7 @@ def _structured(name: str, n: int, d: int, v: int) -> Run:
     targets = torch.multinomial(weights, n, replacement=True)
     cutoffs = [v // 20, v // 5]
     if name == "torch adaptive":
-        module: torch.nn.Module = torch.nn.AdaptiveLogSoftmaxWithLoss(d, v, cutoffs)
+        module: Any = torch.nn.AdaptiveLogSoftmaxWithLoss(d, v, cutoffs)
     elif name == "adaptive":
         module = heads.AdaptiveSoftmax(d, v, cutoffs=tuple(cutoffs))
     elif name == "linear, materialised":
@@ -241,7 +247,7 @@ def _structured(name: str, n: int, d: int, v: int) -> Run:
         elif name == "linear, materialised":
             loss = F.cross_entropy(module(hidden), targets)
         else:
-            loss = losses.cross_entropy(module, hidden, targets)  # type: ignore[arg-type]
+            loss = losses.cross_entropy(module, hidden, targets)
         loss.backward()
         return loss.detach()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,13 +75,13 @@ def _numeric(case: Case, compare: Callable[..., bool]) -> None:
 class Loss(torch.nn.Module):
     """A module whose forward is the head's `nll`, for `functional_call`."""
 
-    def __init__(self, head: torch.nn.Module) -> None:
+    def __init__(self, head: Any) -> None:
         super().__init__()
-        self.head = head
+        self.head: Any = head
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The loss of each token."""
-        return self.head.nll(hidden, targets)  # type: ignore[operator]
+        return self.head.nll(hidden, targets)
 
 
 @check("chunk", after=AFTER)
