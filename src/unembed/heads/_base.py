@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.ops import Rows, Summed, chunk_rows, evaluate, requiring, token_terms, weighted, widened
+from unembed.heads._streamed import HeadLoss, HeadTerms, refuse_random
+from unembed.ops import chunk_rows, evaluate, requiring, weighted, widened
 
 HEADS: dict[str, Any] = {}  # by every name that `build` takes
 
@@ -140,7 +141,7 @@ class Head(nn.Module):
         ops.check_targets(targets, self.out_features, ignore_index)
         refuse_random(self)
         rows = chunk_rows(self.alive, hidden.device, chunk)
-        function = _HeadTerms(self, rows, ignore_index, spread=spread is not None)
+        function = HeadTerms(self, rows, ignore_index, spread=spread is not None)
         shared = (*self.parameters(), *(() if spread is None else (spread,)))
         outputs, _ = evaluate(function, (hidden, targets), shared)
         return tuple(part.reshape(shape) for part in outputs)
@@ -167,7 +168,7 @@ class Head(nn.Module):
         tokens = (hidden, targets.long(), coefficients)
         shared = (*self.parameters(), *(() if spread is None else (spread,)))
         asked = (requiring(tokens), requiring(shared))
-        function = _HeadLoss(self, rows, ignore_index, asked, spread=spread is not None)
+        function = HeadLoss(self, rows, ignore_index, asked, spread=spread is not None)
         _, (total,) = evaluate(function, tokens, shared)
         return total
 
@@ -258,38 +259,6 @@ class Head(nn.Module):
         return [cls(in_features, out_features)]
 
 
-class _HeadTerms(Rows):
-    """`token_terms` of the scores of a head; tokens `(hidden, targets)`, shared its parameters and the spread."""
-
-    def __init__(self, head: Head, chunk: int, ignore_index: int, *, spread: bool) -> None:
-        super().__init__(chunk, 2 + spread, 0)
-        self._head, self._ignore_index, self._spread = head, ignore_index, spread
-        self._names = [name for name, _ in head.named_parameters()]
-
-    def __call__(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> tuple[Any, tuple[()]]:
-        """The definition."""
-        hidden, targets = tokens
-        parameters = dict(zip(self._names, shared, strict=False))
-        spread = shared[-1] if self._spread else None
-        scores = torch.func.functional_call(self._head, parameters, (hidden,))
-        nll, lse, *rest = token_terms(scores, targets, ignore_index=self._ignore_index, spread=spread)
-        return (nll, torch.zeros_like(lse) if self._head.normalised else lse, *rest), ()
-
-
-class _HeadLoss(Summed):
-    """The weighted sum of `_HeadTerms`, with its gradients made in the same pass."""
-
-    def __init__(self, head: Head, chunk: int, ignore_index: int, asked: Any, *, spread: bool) -> None:
-        super().__init__(chunk, asked)
-        self._terms = _HeadTerms(head, chunk, ignore_index, spread=spread)
-
-    def __call__(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> tuple[tuple[()], tuple[Tensor]]:
-        """The definition."""
-        hidden, targets, coefficients = tokens
-        (nll, lse, *spread), _ = self._terms((hidden, targets), shared)
-        return (), (weighted((nll, lse, lse.square(), *spread), coefficients),)
-
-
 def start_of(linear: Any, kind: type[Head]) -> tuple[Float[Tensor, "V D"], Float[Tensor, " V"] | None]:
     """Weight and bias for a head of another kind to start from; the scale of a `Linear` head goes into both.
 
@@ -300,20 +269,6 @@ def start_of(linear: Any, kind: type[Head]) -> tuple[Float[Tensor, "V D"], Float
         raise ValueError(f"{kind.__name__} has no soft-cap, so it cannot start as a head with one.")
     scale, bias = getattr(linear, "scale", 1.0), linear.bias
     return linear.weight.detach() * scale, None if bias is None else bias.detach() * scale
-
-
-def refuse_random(head: nn.Module) -> None:
-    """Refuse dropout inside a head: a backward pass makes the scores again, and would draw another mask.
-
-    Raises:
-        ValueError: If it is in training mode with a dropout that drops.
-    """
-    for name, part in head.named_modules():
-        if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise ValueError(
-                f"`{name}` of {type(head).__name__} drops at random, so its scores cannot be made twice; "
-                "apply dropout to the hidden states before the head."
-            )
 
 
 def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, start_of, uniform_
-from unembed.heads._offsets import SequentialBlock, block_reference, later_tokens, normalised
+from unembed.heads._offsets import SequentialBlock, block_reference, normalised
 
 
 def _reference(
@@ -245,7 +245,11 @@ class MultiTokenPrediction(Head):
         self, tokens: Int[Tensor, "*B T"], *, document_ids: Int[Tensor, "*B T"] | None = None, ignore_index: int = -100
     ) -> Int[Tensor, "*B T n"]:
         """At t the tokens at t + 1 to t + n, `ignore_index` past the end and in another document."""
-        return later_tokens(tokens, self.n, document_ids=document_ids, ignore_index=ignore_index)
+        columns = []
+        for ahead in range(1, self.n + 1):
+            later = ops.tokens_ahead(tokens, ahead, document_ids=document_ids, ignore_index=ignore_index)
+            columns.append(nn.functional.pad(later, (0, tokens.shape[-1] - later.shape[-1]), value=ignore_index))
+        return torch.stack(columns, dim=-1)
 
     def terms(
         self,

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from unembed.heads._base import uniform_
@@ -106,28 +106,3 @@ class SequentialBlock(nn.Module):
 def normalised(state: Float[Tensor, "*n D"], gain: Float[Tensor, " D"]) -> Float[Tensor, "*n D"]:
     """RMSNorm; in the dtype of the state, which autocast may have made another than that of the gain."""
     return nn.functional.rms_norm(state, gain.shape, gain.to(state.dtype), _EPSILON)
-
-
-def later_tokens(
-    tokens: Int[Tensor, "*B T"], n: int, *, document_ids: Int[Tensor, "*B T"] | None, ignore_index: int
-) -> Int[Tensor, "*B T n"]:
-    """At t the tokens at t + 1 to t + n, ignored where there is none or a document ends before it.
-
-    Raises:
-        ValueError: If the shapes do not fit.
-    """
-    if tokens.ndim < 1 or (document_ids is not None and document_ids.shape != tokens.shape):
-        got = None if document_ids is None else tuple(document_ids.shape)
-        raise ValueError(f"Expected `tokens` [*, T] and `document_ids` alike, got {tuple(tokens.shape)} and {got}.")
-    length, columns = tokens.shape[-1], []
-    runs = None
-    if document_ids is not None:  # numbered by their borders: an id may come back in a later document
-        borders = document_ids[..., 1:] != document_ids[..., :-1]
-        runs = nn.functional.pad(borders.long(), (1, 0)).cumsum(-1)[..., :length]
-    for ahead in range(1, n + 1):
-        inside = max(length - ahead, 0)
-        later = tokens[..., length - inside :]
-        if runs is not None:
-            later = torch.where(runs[..., :inside] == runs[..., length - inside :], later, ignore_index)
-        columns.append(nn.functional.pad(later, (0, length - inside), value=ignore_index))
-    return torch.stack(columns, dim=-1)

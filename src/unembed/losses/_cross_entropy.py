@@ -69,33 +69,22 @@ def cross_entropy(
         warnings.warn(f"{type(head).__name__} is normalised by construction: z_loss is zero for it.", stacklevel=2)
         z_loss = 0.0
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    counts = flat_targets != ignore_index
-    weights = counts.to(wide)
-    if token_weight is not None:
-        weights = weights * torch.where(counts, token_weight.reshape(-1).to(wide), 0.0)
-    of_class = weights
-    if class_weight is not None:
-        of_class = weights * class_weight.to(wide)[torch.where(counts, flat_targets, 0)]
+    weights, of_class = _weights(flat_targets, token_weight, class_weight, ignore_index, wide)
     spread = _spread(head, class_weight, wide) if label_smoothing else None
-    whole = None if spread is None else spread.sum()
-    columns = [of_class * (1 - label_smoothing)]
-    columns.append(torch.zeros_like(weights) if whole is None else label_smoothing * whole * weights)
-    columns += [torch.zeros_like(weights), -label_smoothing * weights]
-    pulled = z_loss * weights
+    total, total_pulled = (of_class.sum(), weights.sum()) if reduction == "mean" else (None, None)
+    on_lse = torch.zeros_like(weights) if spread is None else label_smoothing * spread.sum() * weights
+    # Of nll, lse, lse^2 and the sum of the scores that `spread` weighs.
+    columns = [
+        _over(of_class * (1 - label_smoothing), total),
+        _over(on_lse, total),
+        _over(z_loss * weights, total_pulled),
+        _over(-label_smoothing * weights, total),
+    ]
+    options = {"ignore_index": ignore_index, "spread": spread, "chunk": chunk}
     if reduction == "none":
-        terms = head.terms(flat, flat_targets, ignore_index=ignore_index, spread=spread, chunk=chunk)
-        return _per_token(terms, columns, pulled).reshape(shape)
-    total, total_pulled = of_class.sum(), weights.sum()
-    if reduction == "mean":
-        safe = [torch.where(one == 0, torch.ones_like(one), one) for one in (total, total_pulled)]
-        columns = [column / safe[0] for column in columns]
-        pulled = pulled / safe[1]
-    columns[2] = pulled
-    coefficients = torch.stack(columns, dim=1)
-    loss = head.loss(flat, flat_targets, coefficients, ignore_index=ignore_index, spread=spread, chunk=chunk)
-    if reduction == "mean" and when_empty == "nan":
-        return torch.where(total == 0, torch.nan, loss)
-    return loss
+        return _per_token(head.terms(flat, flat_targets, **options), columns).reshape(shape)
+    loss = head.loss(flat, flat_targets, torch.stack(columns, dim=1), **options)
+    return torch.where(total == 0, torch.nan, loss) if when_empty == "nan" and total is not None else loss
 
 
 def _check(reduction: str, label_smoothing: float, z_loss: float, when_empty: str) -> None:
@@ -119,9 +108,29 @@ def _spread(head: Head, class_weight: Tensor | None, dtype: torch.dtype) -> Tens
     return weights / real.sum()
 
 
-def _per_token(terms: tuple[Tensor, ...], columns: list[Tensor], pulled: Tensor) -> Tensor:
+def _weights(
+    targets: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The weight of each token, 0 where ignored, and that times the weight of its class."""
+    counts = targets != ignore_index
+    weights = counts.to(dtype)
+    if token_weight is not None:
+        weights = weights * torch.where(counts, token_weight.reshape(-1).to(dtype), 0.0)
+    if class_weight is None:
+        return weights, weights
+    return weights, weights * class_weight.to(dtype)[torch.where(counts, targets, 0)]
+
+
+def _over(column: Tensor, total: Tensor | None) -> Tensor:
+    """A column over a total, of which 0 counts as 1."""
+    return column if total is None else column / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _per_token(terms: tuple[Tensor, ...], columns: list[Tensor]) -> Tensor:
     nll, lse, *spread = terms
-    loss = torch.where(columns[0] == 0, 0.0, columns[0] * nll)
-    if spread:
-        loss = loss + torch.where(columns[1] == 0, 0.0, columns[1] * lse + columns[3] * spread[0])
-    return loss + torch.where(pulled == 0, 0.0, pulled * lse.square())
+    parts = zip((nll, lse, lse.square(), *spread), columns, strict=False)
+    return torch.stack([torch.where(column == 0, 0.0, column * term) for term, column in parts]).sum(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unembed.heads import Head
-from unembed.heads._base import refuse_random
+from unembed.heads._streamed import refuse_random
 from unembed.ops import Rows, chunk_rows, evaluate
 
 

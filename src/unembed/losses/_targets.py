@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from unembed import ops
 from unembed.heads import Head
 
 
@@ -37,10 +37,6 @@ def aligned(
         raise ValueError("`shift` needs tokens in a row, got a single one.")
     place = len(shape) - 1
     length = max(shape[-1] - shift, 0)
-    later = targets.narrow(place, shape[-1] - length, length)
-    if document_ids is not None:
-        first = document_ids.narrow(place, 0, length)
-        for step in range(1, shift + 1 if length else 1):  # a document may come back after another one
-            later = torch.where(first == document_ids.narrow(place, step, length), later, ignore_index)
+    later = ops.tokens_ahead(targets, shift, document_ids=document_ids, ignore_index=ignore_index)
     weight = None if token_weight is None else token_weight.narrow(place, shape[-1] - length, length)
     return hidden.narrow(place, 0, length), later, weight

@@ -3,10 +3,12 @@
 from unembed.ops._linalg import ColumnSpace, TallSVD, column_space, tall_svd, thin_r
 from unembed.ops._linear_nll import check_targets, chunk_rows, linear_loss, linear_nll, linear_terms, requiring
 from unembed.ops._mixture import combined, mixture_loss, mixture_nll
-from unembed.ops._rows import Rows, Summed, evaluate
+from unembed.ops._rows import Rows, evaluate
 from unembed.ops._scores import linear_scores, squared_norms, widened
+from unembed.ops._summed import Summed
 from unembed.ops._token_statistics import TokenStatistics, kl_divergence, statistics_of, token_statistics
 from unembed.ops._token_terms import logsumexp, token_terms, weighted
+from unembed.ops._tokens_ahead import tokens_ahead
 
 __all__ = [
     "ColumnSpace",
@@ -34,6 +36,7 @@ __all__ = [
     "thin_r",
     "token_statistics",
     "token_terms",
+    "tokens_ahead",
     "weighted",
     "widened",
 ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, spread_of, terms_of
-from unembed.ops._rows import Summed, Tensors, Wanted
+from unembed.ops._rows import Tensors, Wanted
+from unembed.ops._summed import Summed
 from unembed.ops._token_terms import token_terms, weighted
 
 

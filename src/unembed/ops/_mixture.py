@@ -15,7 +15,8 @@ from torch import Tensor
 from unembed.ops._linear_nll import chunk_rows, prepared, requiring
 from unembed.ops._linear_terms import LinearTerms
 from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, terms_of
-from unembed.ops._rows import Summed, Tensors, Wanted, evaluate
+from unembed.ops._rows import Tensors, Wanted, evaluate
+from unembed.ops._summed import Summed
 from unembed.ops._token_terms import logsumexp, token_terms, weighted
 
 

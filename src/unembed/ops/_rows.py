@@ -56,6 +56,14 @@ class Rows:
         """
         return Pullback(self, wanted), (), ()
 
+    def made(self, wanted: Wanted) -> bool:
+        """Whether `run` kept the wanted gradients themselves, as `Summed` does."""
+        return False
+
+    def given_away(self, wanted: Wanted, kept: Tensors, upstream: Tensor, inputs: Tensors) -> Iterator[Tensor]:
+        """The wanted gradients out of what was `made`, whose memory goes with them."""
+        raise NotImplementedError
+
 
 def evaluate(function: Rows, tokens: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> tuple[Tensors, Tensors]:
     """`function` of all tokens; floating point outputs have derivatives of any order, backward and forward.
@@ -107,7 +115,7 @@ class _Evaluate(torch.autograd.Function):
         if ctx.spent:  # a graph that was kept: what was made is gone
             with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
                 kept = function.run(inputs[:count], inputs[count:])[2]
-        if isinstance(function, Summed) and function.made(wanted) and _is_plain(ups[0][1]):
+        if function.made(wanted) and _is_plain(ups[0][1]):
             ctx.spent = True
             gradients = iter(function.given_away(wanted, kept, ups[0][1], inputs))
             return (None, None, *(next(gradients) if want else None for want in asked))
@@ -159,88 +167,12 @@ class Pullback(Rows):
 
     def __call__(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         count, count_shared = map(len, self.wanted)
-        definition, primals = _as_function(self.function, tokens[:count], shared[:count_shared], self.wanted)
-        values, back = _vjp(definition, *primals)
+        definition, primals = as_function(self.function, tokens[:count], shared[:count_shared], self.wanted)
+        values, back = vjp(definition, *primals)
         of_tokens = len(values) - self.function.sums
         ups = (*tokens[count : count + of_tokens], *shared[count_shared : count_shared + self.function.sums])
         gradients = back(ups)
         return gradients[: self.outputs], gradients[self.outputs :]
-
-
-class Summed(Rows):
-    """A single sum over tokens whose gradients `run` makes in the same pass, for what asks for one number in the end.
-
-    `run` returns as kept the gradients of the asked inputs, in their order, for an upstream gradient of 1; those of
-    shared inputs in float32 or wider.
-
-    Args:
-        chunk: Tokens at a time.
-        asked: Inputs whose gradients to make.
-    """
-
-    def __init__(self, chunk: int, asked: Wanted) -> None:
-        super().__init__(chunk, 0, 1)
-        self.asked = asked
-
-    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-        """By differentiating the definition, one chunk after the other."""
-        count, total, sums = sum(self.asked[0]), None, []
-        of_tokens: list[list[Tensor]] = [[] for _ in range(count)]
-        for part in _chunks(tokens, self.chunk):
-            definition, primals = _as_function(self, part, shared, self.asked)
-            (value,), back = _vjp(definition, *primals) if primals else (definition(), None)
-            gradients = () if back is None else back((torch.ones_like(value),))
-            total = value if total is None else total + value
-            for pieces, piece in zip(of_tokens, gradients, strict=False):
-                pieces.append(piece)
-            sums = _added(sums, gradients[count:])
-        assert total is not None
-        return (), (total,), (*(torch.cat(pieces) for pieces in of_tokens), *sums)
-
-    def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
-        """From what the pass made, where that is all that is wanted."""
-        count = sum(self.asked[0])
-        return _Made(self, wanted), kept[:count], kept[count:]
-
-    def made(self, wanted: Wanted) -> bool:
-        """Whether `run` made all that is wanted."""
-        pairs = zip(sum(wanted, ()), sum(self.asked, ()), strict=True)
-        return all(made or not want for want, made in pairs)
-
-    def given_away(self, wanted: Wanted, kept: Tensors, upstream: Tensor, inputs: Tensors) -> Iterator[Tensor]:
-        """The wanted gradients in the memory they were made in: a second matrix of that size costs time."""
-        given = iter(kept)
-        scale = upstream.device.type != "cpu" or bool(upstream != 1)
-        for one, made, want in zip(inputs, sum(self.asked, ()), sum(wanted, ()), strict=True):
-            part = next(given).data if made else None  # `.data`: autograd need not know, see `spent`
-            if want and part is not None:
-                yield (part.mul_(upstream) if scale else part).to(one.dtype)
-
-
-class _Made(Pullback):
-    """The gradients that a `Summed` made, times the upstream one."""
-
-    def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-        """Nothing is left to do but to scale."""
-        assert isinstance(self.function, Summed)
-        asked, wanted = self.function.asked, self.wanted
-        if not self.function.made(wanted):
-            return super().run(tokens, shared)
-        count, count_shared = map(len, wanted)
-        upstream, *made_shared = shared[count_shared:]
-        found = []
-        for inputs, asks, wants, made in (
-            (tokens[:count], asked[0], wanted[0], tokens[count:]),
-            (shared[:count_shared], asked[1], wanted[1], made_shared),
-        ):
-            given = iter(made)
-            pairs = [
-                (one, next(given) if ask else None, want) for one, ask, want in zip(inputs, asks, wants, strict=True)
-            ]
-            found.append(
-                tuple((part * upstream).to(one.dtype) for one, part, want in pairs if want and part is not None)
-            )
-        return found[0], found[1], ()
 
 
 class _Pushforward(Rows):
@@ -252,10 +184,10 @@ class _Pushforward(Rows):
 
     def __call__(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         count, count_shared = map(len, self._moved)
-        definition, primals = _as_function(self._function, tokens[:count], shared[:count_shared], self._moved)
+        definition, primals = as_function(self._function, tokens[:count], shared[:count_shared], self._moved)
         # J t as the gradient of u -> J^T u along t: forward mode inside forward mode does not exist in PyTorch.
-        values, back = _vjp(definition, *primals)
-        _, forth = _vjp(lambda *up: back(up), *(torch.zeros_like(value) for value in values))
+        values, back = vjp(definition, *primals)
+        _, forth = vjp(lambda *up: back(up), *(torch.zeros_like(value) for value in values))
         tangents = forth((*tokens[count:], *shared[count_shared:]))
         return tangents[: self.outputs], tangents[self.outputs :]
 
@@ -270,7 +202,7 @@ def _is_batch(tensor: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
-def _vjp(function: Callable[..., Tensors], *primals: Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
+def vjp(function: Callable[..., Tensors], *primals: Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
     found: Any = torch.func.vjp(function, *primals)  # its type knows of a third part that comes with `has_aux`
     return found
 
@@ -280,7 +212,7 @@ def _saved(ctx: Any) -> tuple[Tensors, Tensors, Rows, int]:
     return saved[: ctx.inputs], saved[ctx.inputs :], ctx.function, ctx.count
 
 
-def _as_function(
+def as_function(
     function: Rows, tokens: Tensors, shared: Tensors, chosen: Wanted
 ) -> tuple[Callable[..., Tensors], Tensors]:
     """`function` of its chosen inputs alone with its floating point outputs alone, and those inputs."""
@@ -311,23 +243,23 @@ def _in_chunks(
     outputs: list[Tensors] = []
     totals: list[Tensor] = []
     dtypes: list[torch.dtype] = []
-    for part in _chunks(tokens, chunk):
+    for part in chunks(tokens, chunk):
         found, sums = function(part, shared)
         outputs.append(found)
         dtypes = [piece.dtype for piece in sums]
-        totals = _added(totals, sums)
+        totals = added(totals, sums)
     together = tuple(pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*outputs, strict=True))
     return together, tuple(total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True))
 
 
-def _added(totals: list[Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
+def added(totals: list[Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
     """Running totals with `pieces` added, held in float32 or wider; the pieces can go."""
     if not totals:
         return [piece.to(widened(piece.dtype)) if piece.is_floating_point() else piece for piece in pieces]
     return [total + piece for total, piece in zip(totals, pieces, strict=True)]
 
 
-def _chunks(tokens: Tensors, chunk: int) -> Iterator[Tensors]:
+def chunks(tokens: Tensors, chunk: int) -> Iterator[Tensors]:
     """Chunks of all token tensors; without tokens one empty chunk, so that outputs have their shapes."""
     total = len(tokens[0])
     for start in range(0, max(total, 1), chunk):
