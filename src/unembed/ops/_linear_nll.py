@@ -174,7 +174,7 @@ def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = 
             raise ValueError(f"`chunk` must be at least 1, got {chunk}.")
         return chunk
     budget = _SCORES_CPU if device.type == "cpu" else _SCORES_GPU
-    return max(16, budget // scores_per_token)
+    return max(1, budget // scores_per_token)
 
 
 def check_targets(targets: Tensor, classes: int, ignore_index: int | None, *, name: str = "targets") -> None:
