@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unembed.diagnostics import Gradient, LinearHead
-from unembed.diagnostics._gradient import _ratio_with_error
+from unembed.diagnostics._gradient_parts import ratio_with_error
 
 
 def _randn(*shape, seed=0, dtype=torch.float64):
@@ -194,7 +194,7 @@ def test_the_error_of_a_band_is_the_spread_over_repeated_texts():
     squares = [(full**2).sum(1), (full * kept).sum(1), (full * kept).sum(1), (kept**2).sum(1), (kept**2).sum(1)]
     rows = torch.tensor(np.concatenate([sums, np.stack(squares, axis=1)], axis=1))
     for column in (2, 3):
-        shares, errors = zip(*(_ratio_with_error(row, column) for row in rows), strict=True)
+        shares, errors = zip(*(ratio_with_error(row, column) for row in rows), strict=True)
         assert np.mean(errors) == pytest.approx(np.std(shares), rel=0.08)
 
 

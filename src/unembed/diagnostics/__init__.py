@@ -6,6 +6,7 @@ from unembed.diagnostics._coefficients import Coefficients
 from unembed.diagnostics._effective import effective_ranks
 from unembed.diagnostics._gradient import Gradient
 from unembed.diagnostics._head import LinearHead
+from unembed.diagnostics._head_gradient import HeadGradient
 from unembed.diagnostics._logprob_rank import LogprobRank
 from unembed.diagnostics._saturation import Saturation
 from unembed.diagnostics._spectrum import Spectrum
@@ -15,6 +16,7 @@ __all__ = [
     "Chunk",
     "Coefficients",
     "Gradient",
+    "HeadGradient",
     "LinearHead",
     "LogprobRank",
     "Saturation",

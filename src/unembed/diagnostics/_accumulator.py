@@ -71,10 +71,13 @@ class Accumulator(ABC):
                     f"`other` must have the same `{name.lstrip('_')}`: "
                     f"expected {getattr(self, name)}, got {getattr(other, name)}."
                 )
-        if other.head is not self.head and not torch.equal(other.head.weight, self.head.weight):
+        if other.head is not self.head and not self._same_head(other):
             raise ValueError("`other` must measure the same head; its weight differs.")
         for name in self.sums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def _same_head(self, other: Accumulator) -> bool:
+        return torch.equal(other.head.weight, self.head.weight)
 
     def state(self) -> dict[str, Tensor]:
         """The sums as tensors, for a file; `load_state` goes on from them."""

@@ -103,19 +103,23 @@ def kept_dense(head: LinearHead, coordinates: Float[Tensor, "n q"], *, centre: b
 
 
 def kept_null_sd(head: LinearHead, alignment: float, *, centre: bool) -> float | None:
-    r"""Standard deviation of `kept / kept_null` over random subspaces of the rank of the head, to first order.
+    """`null_sd` at the rank of the head."""
+    rank = head.svd.rank if centre else head.svd.rank_raw
+    return null_sd(float(rank), head.vocab - centre, alignment)
+
+
+def null_sd(rank: float, size: int, alignment: float) -> float | None:
+    r"""Standard deviation of `kept / kept_null` over random subspaces, to first order; None for the empty one.
 
     For a projector on a random r-dimensional subspace of n dimensions and $M = G^T G$,
     $$\mathrm{Var}\, \mathrm{tr}(\Pi M) = \frac{2 r (n - r)}{n (n - 1) (n + 2)}
     (\mathrm{tr} M^2 - (\mathrm{tr} M)^2 / n)$$
 
     Args:
-        head: Gives r and n.
+        rank: r.
+        size: n.
         alignment: $\mathrm{tr} M^2 / (\mathrm{tr} M)^2$: one over the number of directions the gradients go in.
-        centre: Which convention.
     """
-    size = head.vocab - centre
-    rank = head.svd.rank if centre else head.svd.rank_raw
     if rank == 0:
         return None
     if rank >= size:
