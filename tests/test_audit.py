@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import unembed
+from unembed import heads, integrations
+from unembed.diagnostics._jacobian import token_gradient_reference
 from unembed.results import InputError, IntegrityError, Record
 
 TOKENS = 160
@@ -282,3 +285,60 @@ def test_a_foreign_file_is_not_taken_for_a_kept_run(family_folder, documents, tm
     with pytest.raises(InputError, match="not a file of an interrupted audit"):
         _audit(family_folder("llama"), documents, resume=tmp_path / "kept")
     assert (tmp_path / "kept").read_text() == "something else"
+
+
+def _with_head(family_folder, byte_tokenizer, head_of):
+    """A tiny model in memory whose output layer is one of `unembed.heads`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(family_folder("llama"), dtype=torch.float32)
+    torch.manual_seed(0)
+    model.lm_head = head_of(model.config.hidden_size, model.config.vocab_size)
+    return model, byte_tokenizer(bos=True)
+
+
+def test_a_model_with_a_mixture_gets_its_gradient_through_the_jacobian(
+    family_folder, byte_tokenizer, documents, tmp_path
+):
+    model, tokenizer = _with_head(family_folder, byte_tokenizer, lambda d, v: heads.MixtureOfSoftmaxes(d, v, k=2))
+    audit = unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS, resume=tmp_path / "kept")
+    values = audit.results["gradient"].values
+    blocks = list(integrations.hidden_states(model, tokenizer, documents, tokens=TOKENS))
+    every = -(-TOKENS // 64)
+    hidden, targets = (torch.cat([getattr(block, name) for block in blocks]) for name in ("hidden", "targets"))
+    full = kept = 0.0
+    for h, y in zip(hidden[::every], targets[::every], strict=True):
+        with torch.no_grad():
+            g, passed = token_gradient_reference(model.lm_head, h, int(y))
+        full, kept = full + float(g.square().sum()), kept + float(passed.square().sum())
+    assert values["raw"] is None
+    assert values["tokens"] == len(targets[::every])
+    assert values["centred"]["kept"] == pytest.approx(math.sqrt(kept / full), rel=1e-6)
+    assert audit.results["spectrum"].values is None
+    assert "MixtureOfSoftmaxes" in audit.results["spectrum"].reason
+    assert audit.record.head["kind"] == "mos"
+    assert audit.record.head["vocab_tokens"] == 259
+    folder = audit.save(tmp_path / "out")
+    content = json.loads((folder / "audit.json").read_text())
+    jsonschema.validate(content, json.loads((files("unembed.results") / "audit.schema.json").read_text()))
+    assert "MixtureOfSoftmaxes" in (folder / "report.html").read_text()
+
+
+def test_a_head_over_several_layers_cannot_stand_where_the_model_gives_one(family_folder, byte_tokenizer, documents):
+    model, tokenizer = _with_head(family_folder, byte_tokenizer, heads.DirectOutputConnection)
+    with pytest.raises(ValueError, match="hidden"):
+        unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS, checks=["gradient"])
+
+
+def test_a_soft_cap_after_the_head_is_found(family_folder, byte_tokenizer, documents, monkeypatch):
+    model, tokenizer = _with_head(family_folder, byte_tokenizer, lambda d, v: heads.Linear(d, v, softcap=2.0))
+    found = unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS, checks=["gradient"])
+    assert found.results["gradient"].values["centred"]["rank"] == model.config.hidden_size
+    forward = type(model).forward
+
+    def capped(self, *args, **options):
+        output = forward(self, *args, **options)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    monkeypatch.setattr(type(model), "forward", capped)
+    with pytest.raises(IntegrityError, match="not those of its head"):
+        unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS, checks=["gradient"])

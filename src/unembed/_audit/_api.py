@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from unembed._audit._head_run import HeadRun, own_head
 from unembed._audit._run import MEASUREMENTS, Progress, Run
 from unembed._version import __version__
 from unembed.integrations import Dtype, resolve_device
@@ -91,7 +92,9 @@ def audit(
     """Measure the output layer of a model.
 
     Args:
-        source: Hugging Face folder, hub id, GGUF file, or a model in memory; the demonstration model when None.
+        source: Hugging Face folder, hub id, GGUF file, or a model in memory; the demonstration model when None. Where
+            the output layer of a model in memory is a head of `unembed.heads` that is no plain matrix, `gradient` is
+            measured through its Jacobian at 64 sampled predictions, and the others do not apply.
         text: Paths of text files, or documents (`text.Document`) that can be iterated again; the English of the
             standard library's `pydoc_data.topics` when None.
         tokenizer: Needed with a model in memory.
@@ -115,7 +118,8 @@ def audit(
     _check_numbers(tokens=tokens, context=context, seed=seed)
     if dtype not in get_args(Dtype):
         raise InputError(f"`dtype` must be one of {', '.join(get_args(Dtype))}, got {dtype!r}.")
-    run = Run(
+    kind = HeadRun if own_head(source) is not None else Run
+    run = kind(
         source=DEMONSTRATION if source is None else source,
         text=_documents(text),
         tokenizer=tokenizer,

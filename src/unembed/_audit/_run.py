@@ -114,18 +114,7 @@ class Run:
     def _opened(self) -> tuple[Record, diagnostics.LinearHead, Any, Any]:
         """The model, and its head once the model's scores are proved to be those of the head."""
         record, unembedding = self._loaded()
-        with self.phase("load model"):
-            model: Any
-            if not isinstance(self.source, nn.Module):
-                model, tokenizer = integrations.open_model(
-                    self.source, revision=self.revision, device=self.device, dtype=self.dtype
-                )
-            elif self.tokenizer is None:
-                raise InputError(
-                    "A model in memory needs `tokenizer=`, or `checks=['spectrum']` to read the weights only."
-                )
-            else:
-                model, tokenizer = self.source, self.tokenizer
+        model, tokenizer = self._model()
         with self.phase("parity"):
             parity = integrations.check_parity(model, tokenizer, unembedding, self.text)
         if parity.status == "failed":
@@ -135,6 +124,19 @@ class Run:
         # One copy of the matrix is enough: what was loaded for the checks goes when this function ends.
         shared = weight if _equal(weight, unembedding.weight) else None
         return record, diagnostics.LinearHead.of(unembedding, weight=shared, device=weight.device), model, tokenizer
+
+    def _model(self) -> tuple[Any, Any]:
+        """Model and tokenizer."""
+        with self.phase("load model"):
+            if not isinstance(self.source, nn.Module):
+                return integrations.open_model(
+                    self.source, revision=self.revision, device=self.device, dtype=self.dtype
+                )
+            if self.tokenizer is None:
+                raise InputError(
+                    "A model in memory needs `tokenizer=`, or `checks=['spectrum']` to read the weights only."
+                )
+            return self.source, self.tokenizer
 
     def _accumulators(self, head: diagnostics.LinearHead, eps: float) -> list[diagnostics.Accumulator]:
         every = math.ceil(self.tokens / _SAMPLED)
@@ -173,7 +175,7 @@ class Run:
             message = f"The text is exhausted after {done:,} of {self.tokens:,} predictions."
             record.integrity.append(Check("UNE021", "note", message))
         record.provenance |= {
-            "device": str(accumulators[0].head.weight.device),
+            "device": str(accumulators[0].device),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "context": self.context,
             "window": window,

@@ -33,6 +33,11 @@ class Accumulator(ABC):
     def __init__(self, head: LinearHead) -> None:
         self.head = head
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is measured."""
+        return self.head.weight.device
+
     def update(
         self,
         hidden: Float[Tensor, "n D"],

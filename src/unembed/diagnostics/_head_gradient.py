@@ -83,13 +83,18 @@ class HeadGradient(Accumulator):
         self._ranks = torch.zeros(head.out_features, dtype=torch.float64)  # tokens of each rank
         self._next = 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where the head's parameters are."""
+        return self._wide.device
+
     def update(
         self,
-        hidden: Float[Tensor, "..."],
-        targets: Int[Tensor, "..."],
+        hidden: Float[Tensor, ...],
+        targets: Int[Tensor, ...],
         *,
-        documents: Int[Tensor, "..."] | None = None,
-        index: Int[Tensor, "..."] | None = None,
+        documents: Int[Tensor, ...] | None = None,
+        index: Int[Tensor, ...] | None = None,
     ) -> None:
         """Add predictions.
 

@@ -1,7 +1,17 @@
 """Other people's libraries, imported inside functions: run a transformers model over documents."""
 
+from unembed.integrations._first_window import head_and_scores
 from unembed.integrations._open import Dtype, open_model, resolve_device
 from unembed.integrations._parity import check_parity
 from unembed.integrations._run import Block, evaluating, hidden_states
 
-__all__ = ["Block", "Dtype", "check_parity", "evaluating", "hidden_states", "open_model", "resolve_device"]
+__all__ = [
+    "Block",
+    "Dtype",
+    "check_parity",
+    "evaluating",
+    "head_and_scores",
+    "hidden_states",
+    "open_model",
+    "resolve_device",
+]

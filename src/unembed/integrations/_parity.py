@@ -14,13 +14,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unembed.integrations._errors import out_of_memory
+from unembed.integrations._first_window import first_window
 from unembed.integrations._quiet import quiet
-from unembed.integrations._run import evaluating, find_head, position_limit
-from unembed.integrations._windows import check_ids, leading_ids, plan_windows
+from unembed.integrations._run import evaluating, find_head
 from unembed.models import Unembedding
 from unembed.ops import linear_scores
 from unembed.results import Check, InputError
-from unembed.text import Document, check_documents
+from unembed.text import Document
 
 _FLOAT32 = 1e-4
 _HEAD_ROUNDINGS = 5.0
@@ -76,13 +76,7 @@ def check_parity(
         InputError: If `documents` can be read only once or holds something else, the text gives no prediction, the
             model gives no scores, or memory runs out.
     """
-    check_documents(documents)
-    limit = min(length, position_limit(model) - len(leading_ids(tokenizer)))
-    window = next(plan_windows(tokenizer, documents, tokens=limit, context=limit, seed=seed), None)
-    if window is None:
-        raise InputError("The text gives no predictions: every document is shorter than two tokens.")
-    check_ids(window.inputs, model.get_input_embeddings().weight.shape[0], "embedding")
-    seen = _observe(model, torch.from_numpy(window.inputs))
+    seen = _observe(model, first_window(model, tokenizer, documents, length, seed))
     if seen.scores.shape[-1] != unembedding.weight.shape[0]:
         message = (
             f"The model gives {seen.scores.shape[-1]} scores, the head has {unembedding.weight.shape[0]} rows; "

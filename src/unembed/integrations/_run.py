@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from unembed.heads import Head
 from unembed.integrations._errors import out_of_memory
 from unembed.integrations._quiet import quiet
 from unembed.integrations._windows import Window, check_ids, leading_ids, plan_windows
@@ -84,7 +85,9 @@ def hidden_states(
         raise InputError(
             f"`tokens`, `context` and `batch_tokens` must be at least 1, got {tokens}, {context}, {batch_tokens}."
         )
-    rows = (model.get_input_embeddings().weight.shape[0], find_head(model).weight.shape[0])
+    head = find_head(model)
+    classes = head.out_features if isinstance(head, Head) else head.weight.shape[0]
+    rows = (model.get_input_embeddings().weight.shape[0], classes)
     check_causal(model)
     limit = min(context, position_limit(model) - len(leading_ids(tokenizer)))
     done = 0
@@ -141,6 +144,10 @@ def _run(model: Any, batch: list[Window]) -> Block:
         ids[row, :end] = window.inputs
         keep[row, end - len(window.targets) : end] = True
     hidden = head_input(model, torch.from_numpy(ids))
+    head = find_head(model)
+    if isinstance(head, Head):  # what it reads of several positions is gathered before they are picked
+        flat, _, shape = head.flattened(hidden, torch.zeros(ids.shape, dtype=torch.int64))
+        hidden = flat.reshape(*shape, *flat.shape[1:])
     lengths = [len(window.targets) for window in batch]
     device = hidden.device
     return Block(
@@ -211,7 +218,7 @@ def find_head(model: Any) -> Any:
         InputError: If the model names none.
     """
     head = model.get_output_embeddings()
-    if head is None or not hasattr(head, "weight"):
+    if head is None or not (hasattr(head, "weight") or isinstance(head, Head)):
         raise InputError(f"{type(model).__name__} has no output layer over the vocabulary; is it a language model?")
     return head
 
