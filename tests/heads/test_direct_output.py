@@ -143,6 +143,16 @@ def test_starts_at_the_loss_of_the_linear_head(k, bias):
     torch.testing.assert_close(head.nll(hidden, targets), linear.nll(hidden[:, -1], targets), atol=1e-5, rtol=0)
 
 
+def test_a_start_with_a_large_share_elsewhere_says_how_far_off_it_can_be():
+    linear = Linear(4, 7, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"starts up to 1.0e-03 nats .* weigh 0.001; see `share`"):
+        head = DirectOutputConnection.from_linear(linear, share=1e-3)
+    hidden, targets = batch(head, 50)
+    gap = head.nll(hidden, targets) - linear.nll(hidden[:, -1], targets)
+    assert 1e-5 < gap.max() < 1.01e-3
+    DirectOutputConnection.from_linear(linear, k=[0, 2], share=1e-3)  # nothing elsewhere: exact, and silent
+
+
 def test_what_it_cannot_start_from_is_refused():
     with pytest.raises(ValueError, match="soft-cap"):
         DirectOutputConnection.from_linear(Linear(4, 7, softcap=2.0))

@@ -38,7 +38,9 @@ def test_starts_as_the_linear_head_where_the_rank_allows(d, v, rank):
 def test_best_fit_is_the_truncated_decomposition_and_its_error_is_told(rank):
     torch.manual_seed(0)
     linear = nn.Linear(7, 40, dtype=torch.float64)
-    head = LowRank.from_linear(linear, rank=rank)
+    with pytest.warns(UserWarning, match=rf"LowRank starts \d.\de-01 .*: rank {rank} of 7; see `fit_error`") as told:
+        head = LowRank.from_linear(linear, rank=rank)
+    assert told[0].filename == __file__
     left, values, right = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
     best = left[:, :rank] @ torch.diag(values[:rank]) @ right[:rank]
     product = (head.weight @ head.projection).detach()

@@ -101,6 +101,42 @@ def test_a_later_position_changes_no_earlier_one_and_an_old_one_none_beyond_the_
         assert same.tolist() == [not place <= t < place + head.window for t in range(6)]
 
 
+def test_packed_documents_do_not_read_each_other():
+    head = made(2)  # a window of three
+    hidden, targets = batch(head, 1, 9)
+    documents = torch.tensor([[5, 5, 7, 5, 5, 5, 5, 8, 8]])  # the second 5 is another document
+    parts = [slice(0, 2), slice(2, 3), slice(3, 7), slice(7, 9)]
+    alone = torch.cat([head(hidden[:, part]) for part in parts], 1)
+    features = head.features(hidden, document_ids=documents).flatten(0, 1)
+    torch.testing.assert_close(head(features), alone[0])
+    assert not torch.allclose(head(hidden), alone)
+    torch.testing.assert_close(head.topk(features, 3)[0], alone[0].topk(3).values)
+    for options in ({}, {"label_smoothing": 0.1}):
+        found = losses.cross_entropy(head, hidden, targets, shift=1, document_ids=documents, **options)
+        each = [
+            losses.cross_entropy(head, hidden[:, part], targets[:, part], shift=1, reduction="sum", **options)
+            for part in parts
+        ]
+        torch.testing.assert_close(found, sum(each) / 5)
+    (gradient,) = torch.autograd.grad(head(features)[2].sum(), hidden)
+    assert gradient[0].flatten(1).any(1).nonzero().flatten().tolist() == [2]
+
+
+def test_losses_against_other_distributions_read_each_sequence_alone():
+    head, other = made(0), Linear(3, 7, dtype=torch.float64)
+    hidden, states = batch(head, 2, 4)[0], torch.randn(2, 4, 3, dtype=torch.float64)
+    classes = torch.arange(8).view(2, 4, 1) % 7
+    hard = losses.soft_cross_entropy(head, hidden, classes, torch.ones(2, 4, 1).double(), chunk=3)
+    torch.testing.assert_close(hard, head.nll(hidden, classes[..., 0]).mean())
+    documents = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
+    options = {"shift": 1, "document_ids": documents, "reduction": "none"}
+    found = losses.distillation(head, hidden, other, states, chunk=2, **options)
+    features = head.features(hidden, document_ids=documents).flatten(0, 1)
+    want = ops.kl_divergence(other.log_prob(states.flatten(0, 1)), head.log_prob(features)).view(2, 4)[:, :-1]
+    inside = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    torch.testing.assert_close(found, want * inside)
+
+
 def test_one_sequence_does_not_read_another():
     head = made(0)
     hidden, targets = batch(head, 3, 4)

@@ -63,6 +63,17 @@ def test_a_bfloat16_head_without_a_bias_starts_with_its_products():
     torch.testing.assert_close(found, linear.log_prob(hidden), rtol=0, atol=1e-5)
 
 
+def test_a_bias_that_its_dtype_rounds_away_is_told():
+    torch.manual_seed(0)
+    linear = heads.Linear(64, 100, bias=True, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"starts up to \d.\de-01 nats .*bfloat16 rounds its bias"):
+        head = Sigsoftmax.from_linear(linear)
+    hidden = torch.randn(20, 64, dtype=torch.bfloat16)
+    assert (head.log_prob(hidden) - linear.log_prob(hidden)).abs().max() > 1e-2
+    meta = Sigsoftmax.from_linear(linear.to("meta"))
+    assert meta.weight.is_meta
+
+
 def test_norm_decides_how_far_down_the_start_is_exact():
     linear = nn.Linear(1, 2)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from unembed import ops
 from unembed.ops import _linear_work
 from unembed.ops._linear_nll import _reference, linear_loss, linear_nll, linear_terms
+from unembed.ops._linear_work import Work
 
 F = torch.nn.functional
 
@@ -399,3 +400,49 @@ def test_chunks_follow_from_the_vocabulary():
     assert ops.chunk_rows(32768, torch.device("cpu")) * 32768 <= 22 << 20
     assert ops.chunk_rows(262144, torch.device("cpu")) >= 16
     assert ops.chunk_rows(10, torch.device("cpu"), 7) == 7
+
+
+def test_a_huge_offset_leaves_the_gradient_of_each_token_alone():
+    """A log-sum-exp of 1e8 in float32 is off by several nats; the gradient must not be made from it."""
+    v = 1000
+    weight, bias = torch.zeros(v, 2, requires_grad=True), torch.full((v,), 1e8, requires_grad=True)
+    nll = ops.linear_nll(torch.ones(3, 2), weight, torch.tensor([0, 1, 2]), bias=bias)
+    nll.sum().backward()
+    expected = torch.full((v,), 3 / v)
+    expected[:3] -= 1
+    torch.testing.assert_close(bias.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same_bits_whether_the_last_chunk_is_still_there_or_not(dtype, monkeypatch):
+    hidden, weight, targets = _randn(11, 4).to(dtype), _randn(7, 4, seed=1).to(dtype), torch.arange(11) % 7
+    upstream = torch.rand(11)
+    filled, fill = [], Work.fill
+    monkeypatch.setattr(Work, "fill", lambda work, part: filled.append(len(part)) or fill(work, part))
+
+    def gradients(between):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        nll = ops.linear_nll(*leaves, targets, chunk=4)
+        between(leaves)
+        filled.clear()
+        found = torch.autograd.grad(nll, leaves, upstream.to(nll.dtype), retain_graph=True)
+        again = torch.autograd.grad(nll, leaves, upstream.to(nll.dtype))
+        assert all(map(torch.equal, found, again))
+        return found, list(filled)
+
+    found, used = gradients(lambda leaves: None)
+    assert used == [4, 4, 3, 4, 4]  # at first the chunk of 3 was there, at the second time it was not
+    other, made = gradients(lambda leaves: ops.linear_nll(leaves[0] + 1, leaves[1], targets, chunk=4))
+    assert made == [3, 4, 4, 3, 4, 4]
+    assert all(map(torch.equal, found, other))
+
+
+def test_examples_under_vmap_do_not_take_each_others_scores():
+    hidden, weight, targets = _randn(5, 3, 4), _randn(7, 4, seed=1), torch.arange(15).view(5, 3) % 7
+
+    def loss(h, y):
+        return ops.linear_nll(h, weight, y).sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss))(hidden, targets)
+    for place in range(5):
+        torch.testing.assert_close(mapped[place], torch.func.grad(loss)(hidden[place], targets[place]))

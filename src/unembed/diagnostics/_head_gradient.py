@@ -141,6 +141,7 @@ class HeadGradient(Accumulator):
         self._ranks[found.rank] += 1
 
     def _same_head(self, other: Accumulator) -> bool:
+        assert isinstance(other, HeadGradient), "`merge` has looked"
         mine, others = self.head.state_dict(), other.head.state_dict()
         return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._product import log_softmax, product
 from unembed.ops import chunk_rows
 
 _IGNORED = -1  # inside: the caller's `ignore_index` may be an entry of the first softmax
@@ -152,7 +153,7 @@ class AdaptiveSoftmax(Head):
         entry, cluster = self._entries(targets, ignore_index)
         nll, _ = ops.linear_terms(flat, self._matrix(), entry, bias=self.bias, ignore_index=_IGNORED, chunk=chunk)
         for place, (start, _) in enumerate(self.spans):
-            if torch.compiler.is_compiling():  # how many tokens a tail has is no shape of a graph: all, most ignored
+            if _unknown(targets):  # how many tokens a tail has is no shape of a graph: all, most ignored
                 own = torch.where(cluster == place, targets - start, _IGNORED)
                 nll = nll + self._tail_terms(place, flat, own, chunk)
                 continue
@@ -174,7 +175,7 @@ class AdaptiveSoftmax(Head):
         chunk: int | None = None,
     ) -> Float[Tensor, ""]:
         """A linear loss each, gradients included: three products instead of four."""
-        if spread is not None or torch.compiler.is_compiling():
+        if spread is not None or _unknown(targets):
             return super().loss(hidden, targets, coefficients, ignore_index=ignore_index, spread=spread, chunk=chunk)
         flat, targets, _ = self.flattened(hidden, targets)
         entry, cluster = self._entries(targets, ignore_index)
@@ -184,7 +185,7 @@ class AdaptiveSoftmax(Head):
         for place, (start, _) in enumerate(self.spans):
             rows = (cluster == place).nonzero().squeeze(1)
             if len(rows):
-                inside = nn.functional.linear(flat.index_select(0, rows), self.projections[place])
+                inside = product(flat.index_select(0, rows), self.projections[place])
                 own = targets.index_select(0, rows) - start
                 total = total + ops.linear_loss(inside, self.tails[place], own, on_nll.index_select(0, rows), **options)
         return total
@@ -226,15 +227,15 @@ class AdaptiveSoftmax(Head):
 
     def _first(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of the entries of the first softmax."""
-        return _log_softmax(nn.functional.linear(hidden, self._matrix(), self.bias))
+        return log_softmax(product(hidden, self._matrix(), self.bias))
 
     def _within(self, hidden: Tensor, place: int) -> Tensor:
         """Log-probabilities inside a cluster."""
-        inside = nn.functional.linear(hidden, self.projections[place])
-        return _log_softmax(nn.functional.linear(inside, self.tails[place]))
+        inside = product(hidden, self.projections[place])
+        return log_softmax(product(inside, self.tails[place]))
 
     def _tail_terms(self, place: int, hidden: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
-        inside = nn.functional.linear(hidden, self.projections[place])
+        inside = product(hidden, self.projections[place])
         return ops.linear_terms(inside, self.tails[place], targets, ignore_index=_IGNORED, chunk=chunk)[0]
 
     def _entries(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -277,8 +278,9 @@ class AdaptiveSoftmax(Head):
         ]
 
 
-def _log_softmax(scores: Tensor) -> Tensor:
-    return torch.log_softmax(scores.to(ops.widened(scores.dtype)), -1)
+def _unknown(targets: Tensor) -> bool:
+    """Whether targets have no values to look at."""
+    return torch.compiler.is_compiling() or targets.is_meta
 
 
 def _checked(cutoffs: Sequence[int] | None, classes: int) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from unembed.heads._streamed import HeadLoss, HeadTerms, refuse_random
 from unembed.ops import chunk_rows, evaluate, requiring, weighted, widened
 
 HEADS: dict[str, Any] = {}  # by every name that `build` takes
+_COPIES = 16  # of `alive` that differentiating a `forward` holds, and what the allocator adds
+EXACT = 1e-5  # nats a token: a start nearer to the linear head than that counts as exact
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Head(nn.Module):
         hidden, targets, shape = self.flattened(hidden, targets)
         ops.check_targets(targets, self.out_features, ignore_index)
         refuse_random(self)
-        rows = chunk_rows(self.alive, hidden.device, chunk)
+        rows = chunk_rows(_COPIES * self.alive, hidden.device, chunk)
         function = HeadTerms(self, rows, ignore_index, spread=spread is not None)
         shared = (*self.parameters(), *(() if spread is None else (spread,)))
         outputs, _ = evaluate(function, (hidden, targets), shared)
@@ -164,7 +166,7 @@ class Head(nn.Module):
             return weighted((nll, lse, lse.square(), *last), coefficients)
         ops.check_targets(targets, self.out_features, ignore_index)
         refuse_random(self)
-        rows = chunk_rows(self.alive, hidden.device, chunk)
+        rows = chunk_rows(_COPIES * self.alive, hidden.device, chunk)
         tokens = (hidden, targets.long(), coefficients)
         shared = (*self.parameters(), *(() if spread is None else (spread,)))
         asked = (requiring(tokens), requiring(shared))
@@ -181,7 +183,7 @@ class Head(nn.Module):
         """
         self.check_k(k)
         flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
-        found = [self.log_prob(part).topk(k, dim=-1) for part in flat.split(chunk_rows(self.alive, hidden.device))]
+        found = [self.log_prob(part).topk(k, dim=-1) for part in flat.split(chunk_rows(3 * self.alive, hidden.device))]
         if not found:
             return hidden.new_zeros(*shape, k), torch.zeros(*shape, k, dtype=torch.int64, device=hidden.device)
         return (
@@ -193,7 +195,7 @@ class Head(nn.Module):
     def sample(self, hidden: Float[Tensor, "*n D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
         """One exact draw a token."""
         flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
-        parts = flat.split(chunk_rows(self.alive, hidden.device))
+        parts = flat.split(chunk_rows(3 * self.alive, hidden.device))
         drawn = [draw(self.log_prob(part), generator) for part in parts]
         return torch.cat(drawn).reshape(shape) if drawn else torch.zeros(shape, dtype=torch.int64)
 
@@ -232,8 +234,12 @@ class Head(nn.Module):
         """Shape of the tokens: what is in front of `hidden_shape`."""
         return tuple(hidden.shape[: hidden.ndim - len(self.hidden_shape(hidden))])
 
-    def flattened(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def flattened(
+        self, hidden: Tensor, targets: Tensor, *, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Hidden states and targets with one token dimension, and the shape it was.
+
+        `document_ids` matter to a head that reads more than one position.
 
         Raises:
             ValueError: If the shapes do not fit.

@@ -18,6 +18,7 @@ from safetensors.torch import save as to_bytes
 
 from unembed._version import __version__
 from unembed.heads._base import HEADS, Head
+from unembed.heads._options import check_options, nearest
 from unembed.results import InputError, replace_together
 
 _WEIGHTS, _ABOUT = "head.safetensors", "head.json"
@@ -34,7 +35,7 @@ def build(spec: str, in_features: int, out_features: int, *, device: Any = None,
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If there is no such head or option; lists what there is.
+        ValueError: If there is no such head or option, or a value is none that it takes; says what there is.
     """
     name, _, listed = spec.partition(":")
     kind = _kind(name.strip())
@@ -45,8 +46,12 @@ def build(spec: str, in_features: int, out_features: int, *, device: Any = None,
             raise ValueError(f"{spec!r}: expected option=value, got {item!r}.")
         options[key.strip()] = _literal(value.strip())
     try:
+        check_options(kind, options)
+    except ValueError as error:
+        raise ValueError(f"{spec!r}: {error}") from None
+    try:
         return kind(in_features, out_features, **options, device=device, dtype=dtype)
-    except TypeError as error:
+    except TypeError as error:  # what annotations do not say
         raise ValueError(f"{spec!r}: {error}.") from error
 
 
@@ -97,7 +102,7 @@ def load(folder: str | Path, *, device: Any = None) -> Head:
 
 def _kind(name: str) -> Any:
     if name not in HEADS:
-        raise ValueError(f"There is no head {name!r}; there are {', '.join(sorted(HEADS))}.")
+        raise ValueError(f"There is no head {name!r}{nearest(name, HEADS)}")
     return HEADS[name]
 
 

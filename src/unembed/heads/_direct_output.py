@@ -6,6 +6,7 @@ Shapes: n or * tokens, L layers, K components, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
@@ -14,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, start_of, uniform_
+from unembed.heads._base import EXACT, Head, draw, start_of, uniform_
+from unembed.heads._product import log_softmax, product
 from unembed.ops import chunk_rows
 
 
@@ -142,8 +144,8 @@ class DirectOutputConnection(Head):
         for layer, count in enumerate(self.counts):
             if count:
                 facets = self.facets[start : start + count].flatten(0, 1)
-                product = nn.functional.linear(hidden[..., layer, :], facets)
-                turned.append(product.unflatten(-1, (count, self.in_features)))
+                own = product(hidden[..., layer, :], facets)
+                turned.append(own.unflatten(-1, (count, self.in_features)))
             start += count
         together = torch.cat(turned, dim=-2) + self.facet_bias
         return torch.tanh(together) if self.activation == "tanh" else together
@@ -151,8 +153,7 @@ class DirectOutputConnection(Head):
     def log_prior(self, hidden: Float[Tensor, "*n L D"]) -> Float[Tensor, "*n K"]:
         """Log of the component weights, from the last layer; float32 or wider."""
         self.hidden_shape(hidden)
-        scores = nn.functional.linear(hidden[..., -1, :], self.prior, self.prior_bias)
-        return torch.log_softmax(scores.to(ops.widened(scores.dtype)), -1)
+        return log_softmax(product(hidden[..., -1, :], self.prior, self.prior_bias))
 
     def penalty(self, hidden: Float[Tensor, "*n L D"], *, mask: Tensor | None = None) -> Float[Tensor, ""]:
         r"""Squared coefficient of variation of the components' mean weights: 0 where all are used alike.
@@ -242,15 +243,15 @@ class DirectOutputConnection(Head):
         return 2 * sum(self.counts) * self.in_features * (self.in_features + self.out_features + 1)
 
     def _log_softmax(self, components: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        scores = nn.functional.linear(components, self.weight, self.bias)
-        return torch.log_softmax(scores.to(ops.widened(scores.dtype)), -1)
+        return log_softmax(product(components, self.weight, self.bias))
 
     @classmethod
     def from_linear(cls, linear: Any, *, layers: int = 2, k: int | Sequence[int] = 2, share: float = 1e-8) -> Self:
         """A head that starts as `linear` on the last layer: facets are the identity, earlier layers weigh `share`.
 
         The loss is at most `share` above the linear head's, and below it where an earlier layer gives the target more
-        than `1 / share` times the probability. With no components on earlier layers the start is exact.
+        than `1 / share` times the probability. With no components on earlier layers the start is exact. Warns where the
+        loss can be more than 1e-5 above.
 
         Args:
             linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into weight and bias.
@@ -276,6 +277,12 @@ class DirectOutputConnection(Head):
         if last == 0:
             raise ValueError(f"`k` must give the last layer a component to start as a linear head, got {k}.")
         earlier = sum(head.counts) - last
+        if earlier and share > EXACT:
+            warnings.warn(
+                f"{cls.__name__} starts up to {-math.log1p(-share):.1e} nats from the linear head: "
+                f"components of earlier layers weigh {share:g}; see `share`.",
+                stacklevel=2,
+            )
         with torch.no_grad():
             head.weight.copy_(weight)
             head.facets.copy_(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device))

@@ -10,19 +10,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
+from unembed.heads._product import product
 
 
 def block_input(
-    hidden: Float[Tensor, "*B T L D"], block: Float[Tensor, "D W L D"], bias: Float[Tensor, " D"]
+    hidden: Float[Tensor, "*B T L D"],
+    block: Float[Tensor, "D W L D"],
+    bias: Float[Tensor, " D"],
+    *,
+    document_ids: Int[Tensor, "*B T"] | None = None,
 ) -> Float[Tensor, "*B T 2*D"]:
     r"""$q_t = [h_t^L;\ \mathrm{gelu}(\sum_{w<W} \sum_l B_{wl} h_{t-w}^l + b)]$; before the start there are zeros.
 
-    A position is projected first and shifted after, so the W times larger block of states is never held.
+    A position is projected first and shifted after, so the W times larger block of states is never held. With
+    `document_ids` there are zeros in the place of another document's states too.
     """
     flat = hidden.flatten(-2)
-    total = nn.functional.linear(flat, block[:, 0].flatten(1), bias)
+    total = product(flat, block[:, 0].flatten(1), bias)
     for back in range(1, min(block.shape[1], hidden.shape[-3])):
-        earlier = nn.functional.linear(flat[..., :-back, :], block[:, back].flatten(1))
+        earlier = product(flat[..., :-back, :], block[:, back].flatten(1))
+        if document_ids is not None:  # 1 where the token `back` ahead lies in the same document
+            ones = torch.ones_like(document_ids)
+            same = ops.tokens_ahead(ones, back, document_ids=document_ids, ignore_index=0) == 1
+            earlier = torch.where(same[..., None], earlier, 0.0)
         total = total + nn.functional.pad(earlier, (0, 0, back, 0))
     return torch.cat([hidden[..., -1, :].to(total.dtype), nn.functional.gelu(total)], dim=-1)
 
@@ -35,7 +45,7 @@ def split_scores(
     parts = []
     for part in range(count):
         own = None if bias is None else bias[part::count]
-        scores = nn.functional.linear(facets[..., part, :], weight[part::count], own)
+        scores = product(facets[..., part, :], weight[part::count], own)
         parts.append(nn.functional.pad(scores, (0, -(-len(weight) // count) - scores.shape[-1])))
     return torch.stack(parts, dim=-1).flatten(-2)[..., : len(weight)]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unembed import ops
 from unembed.heads import _tree
 from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._product import product
 from unembed.ops import chunk_rows
 from unembed.ops._tree_classes import block_nll
 from unembed.ops._tree_nll import tree_nll
@@ -164,7 +165,7 @@ class HierarchicalSoftmax(Head):
         return 2 * self.in_features * (len(self.class_weight) + self.class_size)
 
     def _log_softmax(self, hidden: Tensor, weight: Tensor, *, blocks: bool = False) -> Tensor:
-        scores = nn.functional.linear(hidden, weight)
+        scores = product(hidden, weight)
         scores = scores.to(ops.widened(scores.dtype))
         if blocks:
             missing = -self.out_features % self.class_size

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, uniform_
+from unembed.heads._product import product
 
 
 class Linear(Head):
@@ -66,7 +67,7 @@ class Linear(Head):
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Scores, in the dtype of the product."""
-        scores = nn.functional.linear(hidden, self.weight, self.bias)
+        scores = product(hidden, self.weight, self.bias)
         if self.scale != 1.0:
             scores = scores * self.scale
         if self.softcap is None:
@@ -86,7 +87,7 @@ class Linear(Head):
     ) -> tuple[Float[Tensor, "*n"], ...]:
         """By `ops.linear_terms`."""
         return ops.linear_terms(
-            hidden, self.weight, targets, ignore_index=ignore_index, spread=spread, chunk=chunk, **self._scores()
+            hidden, self.weight, targets, ignore_index=ignore_index, spread=spread, chunk=chunk, **self.score_options()
         )
 
     def loss(
@@ -108,14 +109,16 @@ class Linear(Head):
             ignore_index=ignore_index,
             spread=spread,
             chunk=chunk,
-            **self._scores(),
+            **self.score_options(),
         )
 
-    def _scores(self) -> dict[str, Any]:
+    def score_options(self, temperature: float = 1.0) -> dict[str, Any]:
+        """What the ops take beside hidden states and matrix, for scores over a temperature."""
         if self.weight.shape != (self.out_features, self.in_features):
             wanted = (self.out_features, self.in_features)
             raise ValueError(f"`weight` must be {wanted}, got {tuple(self.weight.shape)}: tied to another vocabulary?")
-        return {"bias": self.bias, "softcap": self.softcap, "scale": self.scale}
+        cap = None if self.softcap is None else self.softcap / temperature
+        return {"bias": self.bias, "softcap": cap, "scale": self.scale / temperature}
 
     @classmethod
     def from_linear(cls, linear: nn.Linear | Linear) -> Self:

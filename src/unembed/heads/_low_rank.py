@@ -5,6 +5,7 @@ Shapes: n or * tokens, D hidden size, r rank, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, start_of, uniform_
+from unembed.heads._product import product
 
 _BLOCK = 1 << 20  # numbers of `W` in float64 at once while it is factorised
 
@@ -86,7 +88,7 @@ class LowRank(Head):
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Scores, in the dtype of the product."""
-        return nn.functional.linear(self._narrow(hidden), self.weight, self.bias)
+        return product(self._narrow(hidden), self.weight, self.bias)
 
     def terms(
         self,
@@ -133,7 +135,7 @@ class LowRank(Head):
         )
 
     def _narrow(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.projection)
+        return product(hidden, self.projection)
 
     @classmethod
     def from_linear(cls, linear: Any, *, rank: int | None = None) -> Self:
@@ -141,7 +143,7 @@ class LowRank(Head):
 
         Both factors get the root of each singular value, so neither learns faster than the other. `fit_error` of the
         result is the relative distance; from rank D on (or the rank of W) it is 0 and the head starts as the linear
-        one.
+        one. Warns where the distance is more than the rounding of W.
 
         Args:
             linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into A B and the bias.
@@ -153,22 +155,32 @@ class LowRank(Head):
         weight, bias = start_of(linear, cls)
         like = {"device": weight.device, "dtype": weight.dtype}
         head = cls(linear.in_features, linear.out_features, rank=rank, bias=bias is not None, **like)
-        values, right = _right_singular(weight)
-        kept = min(head.rank, len(values))
-        total, lost = values.square().sum(), values[kept:].square().sum()
-        head.fit_error = float((lost / total).sqrt()) if total > 0 else 0.0
-        root = values[:kept].sqrt()
-        share = torch.where(root > 0, 1 / torch.where(root > 0, root, 1.0), 0.0)
         with torch.no_grad():
-            head.weight.zero_()  # what is left over of a rank above D adds nothing, and can learn: its B is drawn
-            step = max(1, _BLOCK // linear.in_features)
-            for start in range(0, len(weight), step):
-                block = weight[start : start + step].double()
-                head.weight[start : start + step, :kept] = ((block @ right[:, :kept]) * share).to(weight.dtype)
-            head.projection[:kept] = (right[:, :kept] * root).T.to(weight.dtype)
+            head.fit_error = head._fit(weight)
             if head.bias is not None and bias is not None:
                 head.bias.copy_(bias)
+        if head.fit_error > torch.finfo(weight.dtype).eps:
+            warnings.warn(
+                f"{cls.__name__} starts {head.fit_error:.1e} (relative error of W) from the linear head: "
+                f"rank {head.rank} of {linear.in_features}; see `fit_error`.",
+                stacklevel=2,
+            )
         return head
+
+    def _fit(self, weight: Float[Tensor, "V D"]) -> float:
+        """Make A B the best fit of W; its relative error."""
+        values, right = _right_singular(weight)
+        kept = min(self.rank, len(values))
+        root = values[:kept].sqrt()
+        share = torch.where(root > 0, 1 / torch.where(root > 0, root, 1.0), 0.0)
+        self.weight.zero_()  # what is left over of a rank above D adds nothing, and can learn: its B is drawn
+        step = max(1, _BLOCK // weight.shape[1])
+        for start in range(0, len(weight), step):
+            block = weight[start : start + step].double()
+            self.weight[start : start + step, :kept] = ((block @ right[:, :kept]) * share).to(weight.dtype)
+        self.projection[:kept] = (right[:, :kept] * root).T.to(weight.dtype)
+        total, lost = values.square().sum(), values[kept:].square().sum()
+        return float((lost / total).sqrt()) if total > 0 else 0.0
 
     @classmethod
     def examples(cls, in_features: int, out_features: int) -> Sequence[Self]:

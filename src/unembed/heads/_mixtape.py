@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, start_of, uniform_
+from unembed.heads._product import product
 
 _K, _NODES = 4, 3  # components, and the nodes of the tree whose leaves they are
 
@@ -119,27 +120,25 @@ class Mixtape(Head):
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Scores, float32 or wider."""
-        # Chunks are evaluated without autocast, which would have brought both to one dtype.
-        hidden = hidden.to(torch.promote_types(hidden.dtype, self.weight.dtype))
         components = self._split(hidden, self.facets)
         components = torch.tanh(components) if self.activation == "tanh" else components
-        common = _wide(nn.functional.linear(hidden, self.gate_shared))
+        common = _wide(product(hidden, self.gate_shared))
         frequent = self._frequent(hidden, components, common)
         mixed = (_shares(common)[..., None] * components).sum(-2).to(components.dtype)
-        rare = _wide(nn.functional.linear(mixed, self.weight[self.gated :]))
+        rare = _wide(product(mixed, self.weight[self.gated :]))
         scores = torch.cat([frequent, rare], dim=-1)
         return scores if self.bias is None else scores + self.bias
 
     def _frequent(self, hidden: Tensor, components: Tensor, common: Tensor) -> Float[Tensor, "*n F"]:
         inner = torch.tanh(self._split(hidden, self.gate_hidden))
-        logits = _wide(nn.functional.linear(inner, self.gate_weight)) + common[..., None] + self.gate_bias.T
-        products = _wide(nn.functional.linear(components, self.weight[: self.gated]))
+        logits = _wide(product(inner, self.gate_weight)) + common[..., None] + self.gate_bias.T
+        products = _wide(product(components, self.weight[: self.gated]))
         shares = _shares(logits.movedim(-2, -1)).movedim(-1, -2)
         return (shares * products).sum(-2)
 
     @staticmethod
     def _split(hidden: Tensor, matrices: Float[Tensor, "k m D"]) -> Float[Tensor, "*n k m"]:
-        return nn.functional.linear(hidden, matrices.flatten(0, 1)).unflatten(-1, tuple(matrices.shape[:2]))
+        return product(hidden, matrices.flatten(0, 1)).unflatten(-1, tuple(matrices.shape[:2]))
 
     @classmethod
     def from_linear(cls, linear: Any, *, gated: int | None = None, gate_features: int | None = None) -> Self:

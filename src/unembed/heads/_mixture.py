@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, draw, start_of, uniform_
+from unembed.heads._product import alike, log_softmax, product
 from unembed.ops import chunk_rows
 
 
@@ -92,14 +93,13 @@ class MixtureOfSoftmaxes(Head):
         """The hidden state that each component reads."""
         if self.facets is None or self.facet_bias is None:
             return hidden[..., None, :].expand(*hidden.shape[:-1], self.k, self.in_features)
-        turned = nn.functional.linear(hidden, self.facets.flatten(0, 1)).unflatten(-1, (self.k, self.in_features))
+        turned = product(hidden, self.facets.flatten(0, 1)).unflatten(-1, (self.k, self.in_features))
         turned = turned + self.facet_bias
         return torch.tanh(turned) if self.activation == "tanh" else turned
 
     def log_prior(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n K"]:
         """Log of the component weights, float32 or wider."""
-        scores = nn.functional.linear(hidden, self.prior)
-        return torch.log_softmax(scores.to(ops.widened(scores.dtype)), -1)
+        return log_softmax(product(hidden, self.prior))
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Log-probabilities, float32 or wider."""
@@ -177,10 +177,11 @@ class MixtureOfSoftmaxes(Head):
                 one = self.components(part)[torch.arange(len(part), device=part.device), chosen]
                 log_prob = self._component_log_prob(one[:, None])[:, 0]
             else:
-                log_prob = part.new_empty(len(part), self.out_features, dtype=ops.widened(part.dtype))
+                wide = ops.widened(torch.promote_types(part.dtype, self.weight.dtype))
+                log_prob = part.new_empty(len(part), self.out_features, dtype=wide)
                 for place in chosen.unique().tolist():
                     rows = chosen == place
-                    log_prob[rows] = self._log_softmax(nn.functional.linear(part[rows], self.weight[place]))
+                    log_prob[rows] = self._log_softmax(product(part[rows], self.weight[place]))
             drawn.append(draw(log_prob, generator))
         return torch.cat(drawn).reshape(hidden.shape[:-1]) if drawn else flat.new_zeros(hidden.shape[:-1]).long()
 
@@ -191,8 +192,8 @@ class MixtureOfSoftmaxes(Head):
 
     def _component_log_prob(self, components: Float[Tensor, "*n K D"]) -> Float[Tensor, "*n K V"]:
         if self.shared:
-            return self._log_softmax(nn.functional.linear(components, self.weight, self.bias))
-        return self._log_softmax(torch.einsum("...kd,kvd->...kv", components, self.weight))
+            return self._log_softmax(product(components, self.weight, self.bias))
+        return self._log_softmax(torch.einsum("...kd,kvd->...kv", *alike(components, self.weight)))
 
     def _log_softmax(self, scores: Tensor) -> Tensor:
         scores = scores.to(ops.widened(scores.dtype))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._base import Head, start_of, uniform_
+from unembed.heads._product import product
 
 _UNIT = math.log(math.expm1(1.0))  # softplus of this is 1
 
@@ -86,8 +87,8 @@ class MonotonicSoftmax(Head):
 
     @property
     def alive(self) -> int:
-        """Scores before and after f, slope and constant of each, and its segment, which is an int64."""
-        return 6 * self.out_features
+        """Scores before and after f, and the segment of each."""
+        return 3 * self.out_features
 
     def flops(self) -> int:
         """`D V` multiply-adds, one more a class, and finding its segment."""
@@ -95,9 +96,7 @@ class MonotonicSoftmax(Head):
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Scores, float32 or wider."""
-        # Chunks are evaluated without autocast, which would have brought both to one dtype.
-        hidden = hidden.to(torch.promote_types(hidden.dtype, self.weight.dtype))
-        x = nn.functional.linear(hidden, self.weight)
+        x = product(hidden, self.weight)
         x = x.to(ops.widened(x.dtype))
         if self.bias is None:
             return self.function(x)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unembed import ops
 from unembed.heads._base import Head, draw, start_of, uniform_
 from unembed.heads._facets import block_input, split_nll, split_scores
+from unembed.heads._product import log_softmax, product
 from unembed.ops import chunk_rows
 
 
@@ -51,8 +52,9 @@ class MultiFacet(Head):
     start. Facet 0 has J projections and scores token v with projection `v mod J`; its softmax runs over all V.
 
     `flattened` gives $q$ [n, 2D] of all tokens, and every method takes that in the place of `hidden`: tokens have lost
-    their neighbours there, but need them no more. Losses under J > 1 take differences of normalisers, so scores far
-    from zero cost digits: a bias of 1e8 on all classes would.
+    their neighbours there, but need them no more. In a row of packed documents the block reaches back into the one
+    before, unless $q$ is made with `document_ids`; `losses` with `document_ids` do so. Losses under J > 1 take
+    differences of normalisers, so scores far from zero cost digits: a bias of 1e8 on all classes would.
 
     Args:
         in_features: D, of every layer.
@@ -150,13 +152,15 @@ class MultiFacet(Head):
             raise ValueError(f"Expected `hidden` [*, T, {raw[0]}, {raw[1]}], got {shape}.")
         return raw
 
-    def features(self, hidden: Tensor) -> Float[Tensor, "*n 2*D"]:
-        """What facets and prior of each token read: q."""
+    def features(self, hidden: Tensor, *, document_ids: Tensor | None = None) -> Float[Tensor, "*n 2*D"]:
+        """What facets and prior of each token read: q, of its own document where `document_ids` [*, T] are given."""
         if len(self.hidden_shape(hidden)) == 1:
             return hidden
-        return block_input(hidden, self.block, self.block_bias)
+        return block_input(hidden, self.block, self.block_bias, document_ids=document_ids)
 
-    def flattened(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def flattened(
+        self, hidden: Tensor, targets: Tensor, *, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What each token reads and its target, with one token dimension, and the shape that was.
 
         Raises:
@@ -165,25 +169,25 @@ class MultiFacet(Head):
         shape = self.tokens_shape(hidden)
         if tuple(targets.shape) != shape:
             raise ValueError(f"Expected `targets` {shape} like the tokens of `hidden`, got {tuple(targets.shape)}.")
-        return self.features(hidden).reshape(-1, 2 * self.in_features), targets.reshape(-1).long(), shape
+        features = self.features(hidden, document_ids=document_ids)
+        return features.reshape(-1, 2 * self.in_features), targets.reshape(-1).long(), shape
 
     def components(self, features: Float[Tensor, "*n 2*D"]) -> Float[Tensor, "*n J+K-1 D"]:
         """The projections of facet 0, then the other facets."""
-        turned = nn.functional.linear(features, self.facets.flatten(0, 1))
+        turned = product(features, self.facets.flatten(0, 1))
         return turned.unflatten(-1, (-1, self.in_features)) + self.facet_bias
 
     def log_prior(self, features: Float[Tensor, "*n 2*D"]) -> Float[Tensor, "*n K"]:
         """Log of the facet weights, float32 or wider."""
-        scores = nn.functional.linear(features, self.prior, self.prior_bias)
-        return torch.log_softmax(scores.to(ops.widened(scores.dtype)), -1)
+        return log_softmax(product(features, self.prior, self.prior_bias))
 
     def forward(self, hidden: Float[Tensor, "*B T L D"]) -> Float[Tensor, "*B T V"]:
         """Log-probabilities, float32 or wider."""
         features = self.features(hidden)
         components = self.components(features)
         split = split_scores(components[..., : self.partitions, :], self.weight, self.bias)
-        others = nn.functional.linear(components[..., self.partitions :, :], self.weight, self.bias)
-        parts = _log_softmax(torch.cat([split[..., None, :], others], dim=-2))
+        others = product(components[..., self.partitions :, :], self.weight, self.bias)
+        parts = log_softmax(torch.cat([split[..., None, :], others], dim=-2))
         return ops.logsumexp(self.log_prior(features)[..., None] + parts, dim=-2)
 
     def terms(
@@ -264,8 +268,8 @@ class MultiFacet(Head):
             split = chosen == 0
             own = components[~split, first - 1 + chosen[~split]]
             scores = split_scores(components[split, :first], self.weight, self.bias)
-            tokens[split] = draw(_log_softmax(scores), generator)
-            tokens[~split] = draw(_log_softmax(nn.functional.linear(own, self.weight, self.bias)), generator)
+            tokens[split] = draw(log_softmax(scores), generator)
+            tokens[~split] = draw(log_softmax(product(own, self.weight, self.bias)), generator)
             drawn.append(tokens)
         return torch.cat(drawn).reshape(self.tokens_shape(hidden))
 
@@ -307,7 +311,3 @@ class MultiFacet(Head):
             cls(in_features, out_features, k=3, window=1, layers=1, partitions=split, bias=True),
             cls(in_features, out_features, k=1, window=3, layers=2, partitions=min(3, out_features)),
         ]
-
-
-def _log_softmax(scores: Tensor) -> Tensor:
-    return torch.log_softmax(scores.to(ops.widened(scores.dtype)), -1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unembed import ops
 from unembed.heads._base import Head, start_of, uniform_
 from unembed.heads._offsets import SequentialBlock, block_reference, normalised
+from unembed.heads._product import product
 
 
 def _reference(
@@ -145,7 +146,7 @@ class MultiTokenPrediction(Head):
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Scores of the next token."""
-        return nn.functional.linear(self._next(hidden), self.weight, self.bias)
+        return product(self._next(hidden), self.weight, self.bias)
 
     def states(
         self, hidden: Float[Tensor, "*n D"], inputs: Int[Tensor, "*n m"] | None = None, *, ignore_index: int = -100
@@ -291,8 +292,8 @@ class MultiTokenPrediction(Head):
     def _trunk(self, hidden: Float[Tensor, "*n D"], offset: int) -> Float[Tensor, "*n D"]:
         assert self.up is not None
         assert self.down is not None
-        inner = nn.functional.silu(nn.functional.linear(hidden, self.up[offset]))
-        return hidden + nn.functional.linear(inner, self.down[offset])
+        inner = nn.functional.silu(product(hidden, self.up[offset]))
+        return hidden + product(inner, self.down[offset])
 
     def _checked(self, hidden: Tensor, targets: Tensor, inputs: Tensor | None, ignore_index: int) -> Tensor:
         inputs, least = targets if inputs is None else inputs, 1 + (self.mode == "sequential")

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unembed.heads._base import uniform_
+from unembed.heads._product import alike, product
 
 _EPSILON = 1e-6
 
@@ -28,9 +29,9 @@ def block_reference(
         return gain * x / (x.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
 
     state = torch.cat([norm(state, own["norm_state"]), norm(token, own["norm_token"])], -1) @ own["joined"].T
-    product = norm(state, own["norm_attention"]) @ own["queries_keys_values"].T
+    together = norm(state, own["norm_attention"]) @ own["queries_keys_values"].T
     mixed = []
-    heads = [part.chunk(block.attention_heads, -1) for part in product.chunk(3, -1)]
+    heads = [part.chunk(block.attention_heads, -1) for part in together.chunk(3, -1)]
     for query, key, value in zip(*heads, strict=True):
         later = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
         weights = query @ key.mT / math.sqrt(query.shape[-1])
@@ -90,19 +91,20 @@ class SequentialBlock(nn.Module):
     def forward(self, state: Float[Tensor, "*B T D"], token: Float[Tensor, "*B T D"]) -> Float[Tensor, "*B T D"]:
         """The state of the next depth, from that of the one before and the embedding of the token it now knows."""
         both = torch.cat([normalised(state, self.norm_state), normalised(token, self.norm_token)], dim=-1)
-        state = nn.functional.linear(both, self.joined)
+        state = product(both, self.joined)
         state = state + self._attention(normalised(state, self.norm_attention))
-        up, gate = nn.functional.linear(normalised(state, self.norm_mlp), self.up_gate).chunk(2, dim=-1)
-        return state + nn.functional.linear(nn.functional.silu(up) * gate, self.down)
+        up, gate = product(normalised(state, self.norm_mlp), self.up_gate).chunk(2, dim=-1)
+        return state + product(nn.functional.silu(up) * gate, self.down)
 
     def _attention(self, state: Float[Tensor, "*B T D"]) -> Float[Tensor, "*B T D"]:
-        product = nn.functional.linear(state, self.queries_keys_values)
-        split = product.unflatten(-1, (3, self.attention_heads, -1)).transpose(-4, -2)  # heads, 3, T
+        together = product(state, self.queries_keys_values)
+        split = together.unflatten(-1, (3, self.attention_heads, -1)).transpose(-4, -2)  # heads, 3, T
         queries, keys, values = split.unbind(-3)
         mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return nn.functional.linear(mixed.transpose(-3, -2).flatten(-2), self.attended)
+        return product(mixed.transpose(-3, -2).flatten(-2), self.attended)
 
 
 def normalised(state: Float[Tensor, "*n D"], gain: Float[Tensor, " D"]) -> Float[Tensor, "*n D"]:
-    """RMSNorm; in the dtype of the state, which autocast may have made another than that of the gain."""
-    return nn.functional.rms_norm(state, gain.shape, gain.to(state.dtype), _EPSILON)
+    """RMSNorm, in the dtype of a product of the two."""
+    state, gain = alike(state, gain)
+    return nn.functional.rms_norm(state, gain.shape, gain, _EPSILON)

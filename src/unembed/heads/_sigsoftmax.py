@@ -6,6 +6,7 @@ Shapes: n or * tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -14,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, start_of, uniform_
+from unembed.heads._base import EXACT, Head, start_of, uniform_
+from unembed.heads._product import product
 
 _SATURATED = 14.0  # |log sigmoid| is below 1e-6 from here on
 
@@ -68,7 +70,7 @@ class Sigsoftmax(Head):
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Scores, float32 or wider: the bias of a warm start is large, and would cost a narrow dtype its digits."""
-        u = nn.functional.linear(hidden, self.weight)
+        u = product(hidden, self.weight)
         u = u.to(ops.widened(u.dtype))
         u = u if self.bias is None else u + self.bias
         return u + nn.functional.logsigmoid(u)
@@ -125,7 +127,8 @@ class Sigsoftmax(Head):
         hidden states. Then $u \ge 14$, so $|\log\sigma(u)| < 10^{-6}$ and z is the linear head's score plus c, which
         softmax does not see. What c costs: scores are rounded at its size (c = 64 in float32: 4e-6 nats), and a bias
         that is not constant is rounded so in the dtype of the head. The head leaves the linear regime slowly, since
-        the slope of log sigmoid is that small too; a smaller `norm` starts less exactly and learns sooner.
+        the slope of log sigmoid is that small too; a smaller `norm` starts less exactly and learns sooner. Warns where
+        the rounding of the bias comes to more than 1e-5 nats.
 
         Args:
             linear: An `nn.Linear`, or a `Linear` head without soft-cap; its scale goes into weight and bias.
@@ -143,13 +146,29 @@ class Sigsoftmax(Head):
         assert head.bias is not None
         with torch.no_grad():
             head.weight.copy_(weight)
-            head.bias.copy_(wide_bias + (_SATURATED + _deepest(reach - wide_bias)))
+            raised = wide_bias + (_SATURATED + _deepest(reach - wide_bias))
+            head.bias.copy_(raised)
+        gap = _rounded_off(head.bias.detach().to(wide), raised)
+        if gap > EXACT:
+            warnings.warn(
+                f"{cls.__name__} starts up to {gap:.1e} nats from the linear head: {head.bias.dtype} rounds its bias "
+                "that far; a smaller `norm` or a wider dtype brings it nearer.",
+                stacklevel=2,
+            )
         return head
 
     @classmethod
     def examples(cls, in_features: int, out_features: int) -> Sequence[Self]:
         """Without and with a bias."""
         return [cls(in_features, out_features), cls(in_features, out_features, bias=True)]
+
+
+def _rounded_off(bias: Tensor, wanted: Tensor) -> float:
+    """How far two classes have moved against each other; softmax does not see what all share. 0 on the meta device."""
+    if bias.is_meta:
+        return 0.0
+    off = (bias - wanted)[wanted != -torch.inf]
+    return float(off.amax() - off.amin()) if len(off) else 0.0
 
 
 def _deepest(depth: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.heads import Head
-from unembed.losses._targets import aligned
+from unembed.losses._targets import Alignment, check_is_head
 
 
 def cross_entropy(
@@ -58,11 +58,14 @@ def cross_entropy(
     Raises:
         ValueError: If an option is out of range, shapes do not fit, or a target is no class.
     """
+    check_is_head(head)
     _check(reduction, label_smoothing, z_loss, when_empty)
-    hidden, targets, token_weight = aligned(
-        head, hidden, targets, token_weight, shift=shift, document_ids=document_ids, ignore_index=ignore_index
+    aligned = Alignment(head.tokens_shape(hidden), shift, document_ids)
+    aligned.check(targets=targets, token_weight=token_weight)
+    flat, flat_targets, shape = head.flattened(
+        aligned.origin(hidden), aligned.targets(targets, ignore_index), document_ids=aligned.documents
     )
-    flat, flat_targets, shape = head.flattened(hidden, targets)
+    token_weight = None if token_weight is None else aligned.ahead(token_weight)
     if class_weight is not None and tuple(class_weight.shape) != (head.out_features,):
         raise ValueError(f"Expected `class_weight` ({head.out_features},), got {tuple(class_weight.shape)}.")
     if z_loss and head.normalised:

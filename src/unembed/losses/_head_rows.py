@@ -14,6 +14,8 @@ from unembed.heads import Head
 from unembed.heads._streamed import refuse_random
 from unembed.ops import Rows, chunk_rows, evaluate
 
+_COPIES = 16  # of a chunk of scores that differentiating a function of them holds, and what the allocator adds
+
 
 def of_scores(
     heads: Sequence[Head],
@@ -34,7 +36,7 @@ def of_scores(
     """
     for head in heads:
         refuse_random(head)
-    rows = chunk_rows(2 * sum(head.alive for head in heads), hidden[0].device, chunk)
+    rows = chunk_rows(_COPIES * sum(head.alive for head in heads), hidden[0].device, chunk)
     shared = [parameter for head in heads for parameter in head.parameters()]
     (found,), _ = evaluate(_OfScores(heads, function, rows), (*hidden, *more), shared)
     return found

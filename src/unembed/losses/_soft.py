@@ -15,6 +15,7 @@ from torch import Tensor
 from unembed import ops
 from unembed.heads import Head
 from unembed.losses._head_rows import of_scores, reduced
+from unembed.losses._targets import Alignment, check_is_head, states_of
 
 
 def soft_cross_entropy(
@@ -25,6 +26,8 @@ def soft_cross_entropy(
     *,
     reduction: Literal["mean", "sum", "none"] = "mean",
     token_weight: Float[Tensor, "*n"] | None = None,
+    shift: int = 0,
+    document_ids: Int[Tensor, "*n"] | None = None,
     when_empty: Literal["zero", "nan"] = "zero",
     chunk: int | None = None,
 ) -> Tensor:
@@ -35,20 +38,27 @@ def soft_cross_entropy(
         hidden: Hidden states.
         classes: c, the classes that have a probability; one may occur twice.
         probabilities: q; need not sum to 1.
-        reduction: `mean` over the token weights, `sum`, or `none`.
+        reduction: `mean` over the token weights, `sum`, or `none` for one loss a token (with `shift`, for each token
+            but the first ones).
         token_weight: A factor on each token's loss; 0 takes it out.
+        shift: Position t predicts what is given at t + `shift`, along the last dimension of the tokens.
+        document_ids: With `shift`, no prediction across a change of document.
         when_empty: What `mean` is when the weights sum to zero.
         chunk: Tokens whose scores are alive at once; chosen from V when None.
 
     Raises:
-        ValueError: If shapes do not fit or a class is none.
+        ValueError: If an option is out of range, shapes do not fit or a class is none.
     """
+    check_is_head(head)
     shape = head.tokens_shape(hidden)
     if tuple(classes.shape[:-1]) != shape or classes.shape != probabilities.shape:
         raise ValueError(
             f"Expected `classes` and `probabilities` {shape} and one dimension more, "
             f"got {tuple(classes.shape)} and {tuple(probabilities.shape)}."
         )
+    aligned = Alignment(shape, shift, document_ids)
+    aligned.check(token_weight=token_weight)
+    classes, probabilities = aligned.ahead(classes), aligned.ahead(probabilities)
     ops.check_targets(classes, head.out_features, None, name="classes")
 
     def loss_of(scores: Sequence[Tensor], more: Sequence[Tensor]) -> Tensor:
@@ -57,7 +67,6 @@ def soft_cross_entropy(
         missing = lse - scores[0].gather(1, chosen)
         return (torch.where(share == 0, 0.0, missing) * share).sum(-1)
 
-    flat = hidden.reshape(-1, *head.hidden_shape(hidden))
     more = [part.reshape(-1, part.shape[-1]) for part in (classes.long(), probabilities)]
-    loss = of_scores([head], [flat], more, loss_of, chunk=chunk)
-    return reduced(loss, token_weight, shape, reduction, when_empty)
+    loss = of_scores([head], [states_of(head, hidden, aligned)], more, loss_of, chunk=chunk)
+    return reduced(loss, aligned.weight(token_weight), aligned.predictions, reduction, when_empty)

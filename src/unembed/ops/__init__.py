@@ -6,8 +6,8 @@ from unembed.ops._mixture import combined, mixture_loss, mixture_nll
 from unembed.ops._rows import Rows, evaluate
 from unembed.ops._scores import linear_scores, squared_norms, widened
 from unembed.ops._summed import Summed
-from unembed.ops._token_statistics import TokenStatistics, kl_divergence, statistics_of, token_statistics
-from unembed.ops._token_terms import logsumexp, token_terms, weighted
+from unembed.ops._token_statistics import TokenStatistics, linear_kl, token_statistics
+from unembed.ops._token_terms import kl_divergence, logsumexp, statistics_of, token_terms, weighted
 from unembed.ops._tokens_ahead import tokens_ahead
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "combined",
     "evaluate",
     "kl_divergence",
+    "linear_kl",
     "linear_loss",
     "linear_nll",
     "linear_scores",

@@ -185,6 +185,8 @@ def check_targets(targets: Tensor, classes: int, ignore_index: int | None, *, na
     """
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"`{name}` must hold integers, got {targets.dtype}.")
+    if targets.is_meta:  # no values to look at
+        return
     fits = (targets >= 0) & (targets < classes)
     if ignore_index is not None:
         fits = fits | (targets == ignore_index)
@@ -245,7 +247,7 @@ def prepared(
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would do to the operands of a product; everything after the product is wide in any case."""
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device):
+    if hidden.is_meta or not torch.is_autocast_enabled(device):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
     low = [

@@ -42,17 +42,24 @@ class LinearTerms(Rows):
                 if spread is not None:
                     terms[2][at] = spread_of(scores, spread)
                 made.make(at, scores, place[at])
-        everything = slice(0, len(hidden))
-        terms[0][:], terms[1][:], _ = terms_of(*made.of(everything))
-        return (terms[0].masked_fill_(~counts, 0.0), *terms[1:]), (), ()
+        peak, own, rest = made.of(slice(0, len(hidden)))
+        terms[0][:], terms[1][:], total = terms_of(peak, own, rest)
+        # Of curved scores the slope would be needed too, which the exponentials do not tell.
+        kept = (peak, own, rest, total, torch.tensor(0) if self.options.curved else work.ticket())
+        return (terms[0].masked_fill_(~counts, 0.0), *terms[1:]), (), kept
 
     def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
-        """By hand."""
-        return _LinearGradients(self, wanted), outputs[:2], ()
+        """By hand, from what `run` kept."""
+        if not kept:  # a batch of gradients went through the definition
+            return super().pullback(wanted, outputs, kept)
+        return _LinearGradients(self, wanted), kept[:4], kept[4:]
 
 
 class _LinearGradients(Pullback):
-    """Gradients of `LinearTerms`; takes `nll` and `lse` beside its inputs."""
+    """Gradients of `LinearTerms`; takes what that kept of its exponentials beside its inputs.
+
+    Of the last chunk the exponentials may still be in the scores memory; then they are not made again.
+    """
 
     def __init__(self, function: LinearTerms, wanted: Wanted) -> None:
         super().__init__(function, wanted)
@@ -61,37 +68,37 @@ class _LinearGradients(Pullback):
     def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """In place, one chunk of scores alive."""
         options = self._options
-        hidden, targets, on_nll, on_lse, *on_spread, nll, lse = tokens
+        hidden, targets, on_nll, on_lse, *on_spread, peak, own, rest, total = tokens
         weight, bias, spread = options.shared(shared)
         if any(self.wanted[1][1 + options.biased :]):  # of the spread: rarely asked for, so the definition does it
             return super().run(tokens, shared)
         work = Work(options, hidden, weight, bias, self.chunk)
         sums = Sums(work, hidden, (self.wanted[0][0], self.wanted[1][0], options.biased and self.wanted[1][1]))
-        counts, live = targets != options.ignore_index, lse != -torch.inf
-        safe, base = torch.where(counts, targets, 0), torch.where(live, lse, 0.0)[:, None]
-        place = safe[:, None]
+        counts, live = targets != options.ignore_index, total != 0
+        safe, share = torch.where(counts, targets, 0), torch.where(live, 1 / total, 0.0)
+        place, base = safe[:, None], peak[:, None]
         on_nll, on_lse = torch.where(counts & live, on_nll, 0.0), torch.where(live, on_lse, 0.0)
-        factor, on_target = on_nll + on_lse, torch.empty_like(on_nll)
-        own, steep = hidden.new_empty(2, len(hidden), 1, dtype=work.wide)
-        rest = -torch.expm1(-nll)  # 1 - p of the target, to full relative precision
+        factor = (on_nll + on_lse) * share
+        on_target = (on_lse * own.exp() - on_nll * rest) * share
+        steep = hidden.new_empty(len(hidden), 1, dtype=work.wide)
         dense = spread is not None and options.curved
-        for part in work.chunks(len(hidden)):
-            products = work.fill(hidden[part])
-            for at, scores, slope in work.pieces(part, products, slope=True):
-                scores.sub_(base[at]).exp_()
-                torch.gather(scores, 1, place[at], out=own[at])
-                scores.scatter_(1, place[at], 0.0)
-                if dense and spread is not None:
-                    scores.mul_(factor[at, None]).addcmul_(on_spread[0][at, None], spread.to(scores.dtype))
-                if slope is not None:
-                    scores.mul_(slope)
-                    torch.gather(slope, 1, place[at], out=steep[at])
-            on_target[part] = on_lse[part] * own[part, 0] - on_nll[part] * rest[part]
+        ready = work.holds(shared[-1])  # the order is the same in any case, so the bits of the sums are too
+        for part in work.chunks(len(hidden), last_first=True):
+            if ready and part.stop == len(hidden):
+                products = work.left(part)
+            else:
+                products = work.fill(hidden[part])
+                for at, scores, slope in work.pieces(part, products, slope=True):
+                    scores.sub_(base[at]).exp_().scatter_(1, place[at], 0.0)
+                    if dense and spread is not None:
+                        scores.mul_(factor[at, None]).addcmul_(on_spread[0][at, None], spread.to(scores.dtype))
+                    if slope is not None:
+                        scores.mul_(slope)
+                        torch.gather(slope, 1, place[at], out=steep[at])
             if options.curved:
                 on_target[part] *= steep[part, 0]
-            sums.add(
-                part, products, torch.ones_like(factor[part]) if dense else factor[part], on_target[part], safe[part]
-            )
+            ones = torch.ones_like(factor[part])
+            sums.add(part, products, ones if dense else factor[part], on_target[part], safe[part])
         if spread is not None and not dense:
             sums.add_spread(on_spread[0], spread)
         return *sums.result(hidden, weight, bias), ()

@@ -9,6 +9,7 @@ Shapes: n tokens of a chunk, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -23,22 +24,30 @@ _CACHED = 1 << 19  # scores in a piece on a CPU: 2 MiB in float32
 
 _held = threading.local()  # the last scores memory of a thread, so that a training loop need not fault it in each step
 _HOLD = 96 << 20  # bytes kept at most
+_tickets = itertools.count(1)
+
+
+def _is_held(device: torch.device) -> bool:
+    """Whether scores memory is kept: on a CPU, and where no mode traces or fakes."""
+    return device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
 @contextlib.contextmanager
 def _scores_memory(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Generator[Tensor]:
-    """Uninitialised memory for the scores of a chunk: on a CPU that of the last call where it is large enough."""
-    if device.type != "cpu" or torch._C._len_torch_dispatch_stack():  # a mode that traces or fakes makes its own
+    """Uninitialised memory for the scores of a chunk: that of the last call where it is kept and large enough."""
+    if not _is_held(device):
         yield torch.empty(shape, dtype=dtype, device=device)
         return
     count = shape[0] * shape[1]
     memory, _held.memory = getattr(_held, "memory", None), None  # taken, should another call come in between
+    _held.ticket = 0
     if memory is None or memory.dtype != dtype or len(memory) < count:
         memory = torch.empty(count, dtype=dtype, device=device)
     try:
         yield memory[:count].view(shape)
     finally:
         _held.memory = memory if memory.nbytes <= _HOLD else None
+        _held.ticket = 0
 
 
 @dataclass(frozen=True)
@@ -103,11 +112,31 @@ class Work:
         """`h W^T` of a chunk, in the dtype of the product; good until the next one."""
         return torch.mm(hidden.to(self.dtype), self.weight.T, out=self._buffer[: len(hidden)])
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
+    def chunks(self, tokens: int, *, last_first: bool = False) -> Iterator[slice]:
         """Tokens of each chunk; the memory of the scores is there from the first one to the end of the last."""
+        starts = list(range(0, tokens, max(self._rows, 1)))
         with _scores_memory(self._shape, self.dtype, self._device) as self._buffer:
-            for start in range(0, tokens, max(self._rows, 1)):
+            for start in [*starts[-1:], *starts[:-1]] if last_first else starts:
                 yield slice(start, min(start + self._rows, tokens))
+
+    def ticket(self) -> Tensor:
+        """A number for what the last chunk left in the memory of the scores; 0 where that is not kept."""
+        if not _is_held(self._device) or getattr(_held, "memory", None) is None:
+            return torch.tensor(0)
+        _held.ticket = next(_tickets)
+        return torch.tensor(_held.ticket)
+
+    def holds(self, ticket: Tensor) -> bool:
+        """Whether that is still there: nobody has used the memory since."""
+        return _is_held(self._device) and int(ticket) == getattr(_held, "ticket", 0) != 0
+
+    def left(self, part: slice) -> Tensor:
+        """What the last chunk left, before anything else is filled."""
+        return self._buffer[: part.stop - part.start]
+
+    def scratch(self) -> Tensor:
+        """Uninitialised memory for one piece."""
+        return self.weight.new_empty(min(self._piece, self._rows), self._shape[1], dtype=self.wide)
 
     def pieces(
         self, part: slice, products: Tensor, *, slope: bool = False

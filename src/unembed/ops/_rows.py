@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unembed.ops._scores import widened
+from unembed.ops._joined import Joined, added, is_batch
 
 Tensors = tuple[Tensor, ...]
 Wanted = tuple[tuple[bool, ...], tuple[bool, ...]]  # which token tensors and which shared tensors
@@ -68,8 +68,11 @@ class Rows:
 def evaluate(function: Rows, tokens: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> tuple[Tensors, Tensors]:
     """`function` of all tokens; floating point outputs have derivatives of any order, backward and forward.
 
-    While torch.compile traces, chunks are plain operations under a checkpoint: Dynamo takes no custom `jvp`.
+    While torch.compile traces, chunks are plain operations under a checkpoint: Dynamo takes no custom `jvp`. On the
+    meta device there are only shapes, so the definition gives them.
     """
+    if tokens[0].is_meta:
+        return function(tuple(tokens), tuple(shared))
     if torch.compiler.is_compiling():
         return _in_chunks(_recomputed(function), tuple(tokens), tuple(shared), function.chunk)
     flat = _Evaluate.apply(function, len(tokens), *tokens, *shared)
@@ -81,7 +84,7 @@ class _Evaluate(torch.autograd.Function):
     def forward(function: Rows, count: int, *tensors: Tensor) -> Tensors:
         with torch.autocast(tensors[0].device.type, enabled=False):
             # A batch of gradients (`is_grads_batched`) comes as tensors that nothing may be done to in place.
-            run = Rows.run if any(map(_is_batch, tensors)) else type(function).run
+            run = Rows.run if any(map(is_batch, tensors)) else type(function).run
             outputs, sums, kept = run(function, tensors[:count], tensors[count:])
         return (*outputs, *sums, *kept)
 
@@ -194,12 +197,8 @@ class _Pushforward(Rows):
 
 def _is_plain(upstream: Tensor) -> bool:
     """Whether this is a backward pass of first order, under no transform of torch.func and no batch of gradients."""
-    transformed = torch._C._are_functorch_transforms_active() or _is_batch(upstream)
+    transformed = torch._C._are_functorch_transforms_active() or is_batch(upstream)
     return not torch.is_grad_enabled() and not transformed
-
-
-def _is_batch(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def vjp(function: Callable[..., Tensors], *primals: Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
@@ -240,23 +239,15 @@ def _recomputed(function: Rows) -> Callable[[Tensors, Tensors], tuple[Tensors, T
 def _in_chunks(
     function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]], tokens: Tensors, shared: Tensors, chunk: int
 ) -> tuple[Tensors, Tensors]:
-    outputs: list[Tensors] = []
+    outputs = Joined(len(tokens[0]))
     totals: list[Tensor] = []
     dtypes: list[torch.dtype] = []
     for part in chunks(tokens, chunk):
         found, sums = function(part, shared)
-        outputs.append(found)
+        outputs.add(found)
         dtypes = [piece.dtype for piece in sums]
         totals = added(totals, sums)
-    together = tuple(pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*outputs, strict=True))
-    return together, tuple(total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True))
-
-
-def added(totals: list[Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Running totals with `pieces` added, held in float32 or wider; the pieces can go."""
-    if not totals:
-        return [piece.to(widened(piece.dtype)) if piece.is_floating_point() else piece for piece in pieces]
-    return [total + piece for total, piece in zip(totals, pieces, strict=True)]
+    return outputs.whole(), tuple(total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True))
 
 
 def chunks(tokens: Tensors, chunk: int) -> Iterator[Tensors]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unembed.ops._rows import Pullback, Rows, Tensors, Wanted, added, as_function, chunks, vjp
+from unembed.ops._joined import Joined, added
+from unembed.ops._rows import Pullback, Rows, Tensors, Wanted, as_function, chunks, vjp
 
 
 class Summed(Rows):
@@ -28,17 +29,16 @@ class Summed(Rows):
     def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """By differentiating the definition, one chunk after the other."""
         count, total, sums = sum(self.asked[0]), None, []
-        of_tokens: list[list[Tensor]] = [[] for _ in range(count)]
+        of_tokens = Joined(len(tokens[0]))
         for part in chunks(tokens, self.chunk):
             definition, primals = as_function(self, part, shared, self.asked)
             (value,), back = vjp(definition, *primals) if primals else (definition(), None)
             gradients = () if back is None else back((torch.ones_like(value),))
             total = value if total is None else total + value
-            for pieces, piece in zip(of_tokens, gradients, strict=False):
-                pieces.append(piece)
+            of_tokens.add(gradients[:count])
             sums = added(sums, gradients[count:])
         assert total is not None
-        return (), (total,), (*(torch.cat(pieces) for pieces in of_tokens), *sums)
+        return (), (total,), (*of_tokens.whole(), *sums)
 
     def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
         """From what the pass made, where that is all that is wanted."""

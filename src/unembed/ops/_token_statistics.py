@@ -12,10 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.ops._linear_nll import chunk_rows, prepared
-from unembed.ops._linear_work import LinearOptions
-from unembed.ops._rows import Rows, Tensors, evaluate
-from unembed.ops._scores import widened
-from unembed.ops._token_terms import logsumexp
+from unembed.ops._rows import evaluate
+from unembed.ops._statistics import Statistics
 
 
 class TokenStatistics(NamedTuple):
@@ -85,61 +83,50 @@ def token_statistics(
         raise ValueError("`reference_weight` needs `reference_hidden`.")
     if reference_bias is not None and reference_weight is None:
         raise ValueError("`reference_bias` needs `reference_weight`.")
-    rows = chunk_rows(4 * len(weight), hidden.device, chunk)
-    found, _ = evaluate(_Statistics(options, reference, rows), tokens, shared)
+    rows = chunk_rows((1 + (reference is not None)) * len(weight), hidden.device, chunk)
+    found, _ = evaluate(Statistics(options, reference, rows), tokens, shared)
     log_prob, entropy, argmax, lse, *kl = (part.reshape(targets.shape) for part in found)
     return TokenStatistics(log_prob, entropy, kl[0] if kl else None, argmax, lse)
 
 
-class _Statistics(Rows):
-    """Tokens `(hidden, targets[, hidden of the reference])`, shared those of the head and of the reference."""
-
-    def __init__(self, options: LinearOptions, reference: LinearOptions | None, chunk: int) -> None:
-        super().__init__(chunk, 4 + (reference is not None), 0)
-        self._options, self._reference = options, reference
-
-    def __call__(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        """The definition."""
-        hidden, targets, *other = tokens
-        own = 1 + self._options.biased
-        weight, bias, _ = self._options.shared(shared[:own])
-        scores = self._options.scores(hidden, weight, bias)
-        reference = None
-        if self._reference is not None:
-            weight, bias, _ = self._reference.shared(shared[own:])
-            reference = self._reference.scores(other[0], weight, bias)
-        return statistics_of(scores, targets, reference, ignore_index=self._options.ignore_index), ()
-
-
-def statistics_of(
-    scores: Float[Tensor, "n V"],
-    targets: Int[Tensor, " n"],
-    reference: Float[Tensor, "n V"] | None,
+def linear_kl(
+    hidden: Float[Tensor, "*N D"],
+    weight: Float[Tensor, "V D"],
+    other_hidden: Float[Tensor, "*N E"],
+    other_weight: Float[Tensor, "V E"],
     *,
-    ignore_index: int,
-) -> Tensors:
-    """`log_prob, entropy, argmax, lse[, kl]` of rows of scores; a score of `-inf` is probability 0 and adds nothing."""
-    scores = scores.to(widened(scores.dtype))
-    lse = logsumexp(scores, -1)
-    log_prob = scores - torch.where(lse == -torch.inf, 0.0, lse)[:, None]
-    gone = scores == -torch.inf
-    probability, finite = log_prob.exp(), torch.where(gone, 0.0, log_prob)
-    counts = targets != ignore_index
-    own = log_prob.gather(1, torch.where(counts, targets, 0)[:, None]).squeeze(1)
-    found = (
-        torch.where(counts, own, 0.0),
-        -(probability * finite).sum(-1),
-        scores.detach().argmax(-1),
-        lse,
+    bias: Float[Tensor, " V"] | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    other_bias: Float[Tensor, " V"] | None = None,
+    other_softcap: float | None = None,
+    other_scale: float = 1.0,
+    chunk: int | None = None,
+) -> Float[Tensor, "*N"]:
+    r"""$\mathrm{KL}(p \,\|\, q)$ of two linear heads for each token, in nats, q being the other.
+
+    Args:
+        hidden: Hidden states of p.
+        weight: Matrix of p.
+        other_hidden: Hidden states of q for the same tokens.
+        other_weight: Matrix of q.
+        bias: Added before scale and soft-cap; `-inf` takes a class out.
+        softcap: Cap of the scores of p.
+        scale: Factor on them.
+        other_bias: As `bias`, of q. A class that q alone takes out makes the divergence infinite, without a gradient.
+        other_softcap: As `softcap`, of q.
+        other_scale: As `scale`, of q.
+        chunk: Tokens whose scores are alive at once. Chosen from V when None.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    none = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    options, hidden, shared = prepared(hidden, weight, none, bias=bias, softcap=softcap, scale=scale)
+    other, other_hidden, more = prepared(
+        other_hidden, other_weight, none, bias=other_bias, softcap=other_softcap, scale=other_scale
     )
-    if reference is None:
-        return found
-    log_other = torch.log_softmax(reference.to(scores.dtype), -1)
-    return *found, kl_divergence(log_prob, log_other)
-
-
-def kl_divergence(log_p: Float[Tensor, "n V"], log_q: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
-    """`sum p (log p - log q)`; a class of probability 0 under p adds nothing, also where q has none."""
-    gone = log_p == -torch.inf
-    gap = torch.where(gone, 0.0, log_p) - torch.where(gone, 0.0, log_q)
-    return (log_p.exp() * gap).sum(-1)
+    tokens = (hidden.flatten(0, -2), none.flatten(), other_hidden.flatten(0, -2))
+    rows = chunk_rows(2 * len(weight), hidden.device, chunk)
+    found, _ = evaluate(Statistics(options, other, rows), tokens, (*shared, *more))
+    return found[4].reshape(none.shape)

@@ -1,4 +1,4 @@
-"""Per-token numbers of a row of scores: negative log-likelihood, log-sum-exp, and a weighted sum of the scores.
+"""Per-token numbers of a row of scores: losses, log-sum-exp, sums of scores, entropy and divergence.
 
 Shapes: n tokens, V vocabulary.
 """
@@ -68,3 +68,44 @@ def token_terms(
         return nll, lse
     finite = torch.where(scores == -torch.inf, 0.0, scores)
     return nll, lse, finite @ spread.to(finite.dtype)
+
+
+def statistics_of(
+    scores: Float[Tensor, "n V"],
+    targets: Int[Tensor, " n"],
+    reference: Float[Tensor, "n V"] | None,
+    *,
+    ignore_index: int,
+) -> tuple[Tensor, ...]:
+    """`log_prob, entropy, argmax, lse[, kl]` of rows of scores; a score of `-inf` is probability 0 and adds nothing."""
+    scores = scores.to(widened(scores.dtype))
+    lse = logsumexp(scores, -1)
+    log_prob = scores - torch.where(lse == -torch.inf, 0.0, lse)[:, None]
+    gone = scores == -torch.inf
+    probability, finite = log_prob.exp(), torch.where(gone, 0.0, log_prob)
+    counts = targets != ignore_index
+    own = log_prob.gather(1, torch.where(counts, targets, 0)[:, None]).squeeze(1)
+    found = (
+        torch.where(counts, own, 0.0),
+        -(probability * finite).sum(-1),
+        scores.detach().argmax(-1),
+        lse,
+    )
+    if reference is None:
+        return found
+    reference = reference.to(scores.dtype)
+    other = logsumexp(reference, -1)
+    log_other = reference - torch.where(other == -torch.inf, 0.0, other)[:, None]
+    return *found, kl_divergence(log_prob, log_other)
+
+
+def kl_divergence(log_p: Float[Tensor, "n V"], log_q: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
+    """`sum p (log p - log q)`; a class of probability 0 under p adds nothing, also where q has none.
+
+    Where q alone has none, it is infinite, without a gradient.
+    """
+    gone = log_p == -torch.inf
+    lost = (log_q == -torch.inf) & (log_p.exp() > 0)
+    gap = torch.where(gone | lost, 0.0, log_p) - torch.where(gone | lost, 0.0, log_q)
+    gap = torch.where(gap == torch.inf, 0.0, gap)  # p is 0 in its dtype, q in truth
+    return torch.where(lost.any(-1), torch.inf, (log_p.exp() * gap).sum(-1))
