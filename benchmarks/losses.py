@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import heapq
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -122,14 +123,14 @@ CONTESTANTS: dict[str, Callable[..., Run]] = {
 }
 
 
-def errors(run: Step, n: int, d: int, v: int, dtype: str) -> str:
-    """Relative errors of the loss and of both gradients against float64; blank where the loss is another one."""
-    hidden, weight, targets = inputs(n, d, v, dtype)
+def errors(run: Step, upstream: Tensor, size: tuple[int, int, int], dtype: str) -> str:
+    """Relative errors of the loss and of both gradients against float64, `upstream` being the weight of each token."""
+    hidden, weight, targets = inputs(*size, dtype)
     loss = run()
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact = torch.zeros((), dtype=torch.float64)
-    for h, t in zip(wide[0].split(128), targets.split(128), strict=True):
-        part = F.cross_entropy(F.linear(h, wide[1]), t, reduction="sum") / n
+    for h, t, u in zip(wide[0].split(128), targets.split(128), upstream.double().split(128), strict=True):
+        part = F.cross_entropy(F.linear(h, wide[1]), t, reduction="none") @ u
         part.backward(retain_graph=True)
         exact += part.detach()
     gaps = [
@@ -152,8 +153,9 @@ def linear_table(rounds: int, sizes: list[tuple[int, int, int]]) -> list[str]:
                 ratio = median_ratio(times, name, "floor: three products")
                 memory = "" if make is floor else f"{peak_megabytes(_warm, name, *size, dtype):.0f} MB"
                 run = runs[name]
-                exact = size == SIZES[0] and "per token" not in name  # the per-token loss is another one
-                error = errors(run, *size, dtype) if exact and isinstance(run, Step) else ""
+                upstream = _UPSTREAM[: size[0]] if "per token" in name else torch.full((size[0],), 1 / size[0])
+                exact = size == SIZES[0] and isinstance(run, Step)
+                error = errors(run, upstream, size, dtype) if exact else ""
                 seconds = statistics.median(times[name])
                 rows.append(f"| {size} | {dtype} | {name} | {seconds:.2f} s | {ratio:.2f} | {memory} | {error} |")
                 print(rows[-1], flush=True)
@@ -224,6 +226,41 @@ def mixture_table(rounds: int) -> list[str]:
     return ["| N, D, V | K = 4 | time | over our linear loss | memory added |", "|---|---|---|---|---|", *rows]
 
 
+class _NaiveTree(torch.nn.Module):
+    """A Huffman tree as one writes it by hand: paths padded to the longest, the rows of their nodes gathered."""
+
+    def __init__(self, d: int, counts: list[float]) -> None:
+        super().__init__()
+        heap = [(count, token) for token, count in enumerate(counts)]
+        heapq.heapify(heap)
+        above: dict[int, tuple[int, float]] = {}
+        for node in range(len(counts), 2 * len(counts) - 1):
+            children = [heapq.heappop(heap) for _ in range(2)]
+            for (_, child), sign in zip(children, (1.0, -1.0), strict=True):
+                above[child] = (node, sign)
+            heapq.heappush(heap, (children[0][0] + children[1][0], node))
+        paths = [_path(above, token) for token in range(len(counts))]
+        longest = max(map(len, paths))
+        padded = [path + [(len(counts), 0.0)] * (longest - len(path)) for path in paths]
+        self.nodes = torch.tensor([[node - len(counts) for node, _ in path] for path in padded])
+        self.signs = torch.tensor([[sign for _, sign in path] for path in padded])
+        self.weight = torch.nn.Parameter(torch.randn(len(counts) - 1, d) / d**0.5)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss."""
+        signs = self.signs[targets]
+        scores = torch.einsum("nd,nld->nl", hidden, self.weight[self.nodes[targets]]) * signs
+        return -(F.logsigmoid(scores) * (signs != 0)).sum(-1).mean()
+
+
+def _path(above: dict[int, tuple[int, float]], token: int) -> list[tuple[int, float]]:
+    path, at = [], token
+    while at in above:
+        path.append(above[at])
+        at = above[at][0]
+    return path
+
+
 def _structured(name: str, n: int, d: int, v: int) -> Run:
     torch.manual_seed(0)
     hidden = torch.randn(n, d).requires_grad_()
@@ -236,6 +273,8 @@ def _structured(name: str, n: int, d: int, v: int) -> Run:
         module = heads.AdaptiveSoftmax(d, v, cutoffs=tuple(cutoffs))
     elif name == "linear, materialised":
         module = heads.Linear(d, v)
+    elif name == "huffman, naive":
+        module = _NaiveTree(d, weights.tolist())
     else:
         module = heads.HierarchicalSoftmax(d, v, counts=(weights * 1e9).long())
 
@@ -244,6 +283,8 @@ def _structured(name: str, n: int, d: int, v: int) -> Run:
         module.zero_grad()
         if name == "torch adaptive":
             loss = module(hidden, targets).loss
+        elif name == "huffman, naive":
+            loss = module(hidden, targets)
         elif name == "linear, materialised":
             loss = F.cross_entropy(module(hidden), targets)
         else:
@@ -258,7 +299,7 @@ def structured_table(rounds: int) -> list[str]:
     """Adaptive and Huffman on Zipf targets."""
     rows = []
     for size in ((2048, 512, 50304), (2048, 512, 262144)):
-        names = ["linear, materialised", "torch adaptive", "adaptive", "huffman"]
+        names = ["linear, materialised", "torch adaptive", "adaptive", "huffman, naive", "huffman"]
         runs = {name: _structured(name, *size) for name in names if (name, size[2]) != (names[0], 262144)}
         for run in runs.values():
             run()
@@ -279,22 +320,72 @@ def structured_table(rounds: int) -> list[str]:
     return [*head, *rows]
 
 
+def _statistics(name: str, n: int, d: int, v: int) -> Run:
+    """Log-probability, entropy and KL to a frozen reference with the same matrix, and the gradients of all three."""
+    hidden, weight, targets = inputs(n, d, v, "fp32")
+    reference = hidden.detach() + 0.1 * torch.randn(n, d)
+
+    def materialised() -> list[Tensor]:
+        log_p = torch.log_softmax(hidden @ weight.T, -1)
+        log_q = torch.log_softmax(reference @ weight.detach().T, -1)
+        p = log_p.exp()
+        own = log_p.gather(1, targets[:, None])
+        return [own, -(p * log_p).sum(-1), (p * (log_p - log_q)).sum(-1)]
+
+    def ours() -> list[Tensor]:
+        options = {"reference_hidden": reference, "reference_weight": weight.detach()}
+        found = ops.token_statistics(hidden, weight, targets, **options)
+        return [found.log_prob, found.entropy, found.kl]
+
+    def run() -> Tensor:
+        hidden.grad = weight.grad = None
+        loss = sum(part.mean() for part in (materialised() if name == "materialised" else ours()))
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def statistics_table(rounds: int) -> list[str]:
+    """What reinforcement and preference learning ask of a head."""
+    size, rows = SIZES[0], []
+    runs = {name: _statistics(name, *size) for name in ("materialised", "ops.token_statistics")}
+    losses_of = [float(run()) for run in runs.values()]
+    runs["floor: three products"] = floor(*size, "fp32")
+    times = in_turns(runs, rounds=rounds)
+    for name in ("materialised", "ops.token_statistics"):
+        ratio = median_ratio(times, name, "floor: three products")
+        memory = peak_megabytes(_statistics, name, *size)
+        rows.append(f"| {size} | {name} | {statistics.median(times[name]):.2f} s | {ratio:.2f} | {memory:.0f} MB |")
+        print(rows[-1], flush=True)
+    gap = abs(losses_of[0] - losses_of[1]) / abs(losses_of[0])
+    return [
+        f"The sums agree to {gap:.0e}.",
+        "",
+        "| N, D, V | fp32 | time | over the floor | memory added |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
 def main() -> None:
     """Run all tables and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["linear", "mixture", "structured"])
+    parser.add_argument("--only", choices=["linear", "mixture", "structured", "statistics"])
     parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the sizes of the linear table")
     options = parser.parse_args()
     tables = {
         "linear": lambda: linear_table(options.rounds, SIZES[: options.sizes]),
         "mixture": lambda: mixture_table(options.rounds),
         "structured": lambda: structured_table(options.rounds),
+        "statistics": lambda: statistics_table(options.rounds),
     }
     titles = {
         "linear": "Linear head: loss and both gradients",
         "mixture": "Mixture of softmaxes: loss and all gradients",
         "structured": "Adaptive and Huffman heads: loss and all gradients, targets drawn by Zipf's law",
+        "statistics": "Log-probability, entropy, KL to a reference and argmax of each token, and gradients",
     }
     for name, make in tables.items():
         if options.only not in (None, name):
