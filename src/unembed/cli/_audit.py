@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unembed.cli._options import whole
 from unembed.cli._output import BAD, drop_output, say
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=_whole(1), default=8192, metavar="N", help="predictions to measure on (8192)")
+    parser.add_argument("--tokens", type=whole(1), default=8192, metavar="N", help="predictions to measure on (8192)")
     parser.add_argument(
         "--context",
-        type=_whole(1),
+        type=whole(1),
         default=512,
         metavar="N",
         help="longest window of a document, in predictions (512); at most max(64, TOKENS // 32), so that few --tokens "
@@ -72,7 +73,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument(
         "--seed",
-        type=_whole(0, 2**32 - 1),
+        type=whole(0, 2**32 - 1),
         default=0,
         metavar="N",
         help="seed of document order, bootstrap and sketches (0)",
@@ -92,22 +93,6 @@ def _add_outcome(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep the sums so far in DIR, and go on from them after an interrupt"
     )
-
-
-def _whole(least: int, most: int | None = None) -> Any:
-    """A type for argparse, which puts the option's name in front of the message."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least or (most is not None and value > most):
-            wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"expected a whole number {wanted}, got {text[:40]!r}")
-        return value
-
-    return parse
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from unembed._version import __version__
-from unembed.cli import _audit
+from unembed.cli import _audit, _bench
 from unembed.cli._output import BAD, drop_output, flush, one_line, printable, say
 
-COMMANDS = (_audit,)
+COMMANDS = (_audit, _bench)
 _INTERRUPTED = 130
 
 

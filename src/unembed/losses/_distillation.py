@@ -6,7 +6,7 @@ Shapes: * tokens, D hidden size of the student, E of the teacher, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -84,7 +84,7 @@ def _kl(p: _Side, q: _Side, temperature: float, chunk: int | None) -> Tensor:
     (head, hidden), (other, other_hidden) = p, q
     if type(head) is Linear and type(other) is Linear:
         others = {f"other_{name}": value for name, value in other.score_options(temperature).items()}
-        options = {**head.score_options(temperature), **others, "chunk": chunk}
+        options: dict[str, Any] = {**head.score_options(temperature), **others, "chunk": chunk}
         return ops.linear_kl(hidden, head.weight, other_hidden, other.weight, **options)
 
     def divergence(scores: Sequence[Tensor], _more: Sequence[Tensor]) -> Tensor:
