@@ -13,7 +13,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -225,7 +225,7 @@ def _added_bytes(run: Callable[[], Any], device: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _peak_of_this_process() -> Iterator[Callable[[], int]]:
+def _peak_of_this_process() -> Generator[Callable[[], int]]:
     """How far resident memory rises above where it is now."""
     status, forget = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if status.exists():

@@ -20,7 +20,7 @@ from unembed.heads._streamed import HeadLoss, HeadTerms, refuse_random
 from unembed.ops import chunk_rows, evaluate, requiring, weighted, widened
 
 HEADS: dict[str, Any] = {}  # by every name that `build` takes
-_COPIES = 16  # of `alive` that differentiating a `forward` holds, and what the allocator adds
+_COPIES = 4  # of `alive` that a chunk counts as: some are held, and small chunks add up large gradients often
 EXACT = 1e-5  # nats a token: a start nearer to the linear head than that counts as exact
 
 

@@ -14,7 +14,7 @@ from unembed.heads import Head
 from unembed.heads._streamed import refuse_random
 from unembed.ops import Rows, chunk_rows, evaluate
 
-_COPIES = 16  # of a chunk of scores that differentiating a function of them holds, and what the allocator adds
+_COPIES = 4  # of the scores that a chunk counts as: some are held while they are differentiated
 
 
 def of_scores(
