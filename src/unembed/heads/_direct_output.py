@@ -214,16 +214,15 @@ class DirectOutputConnection(Head):
         chunk: int | None = None,
     ) -> Float[Tensor, ""]:
         """Three products, gradients included."""
-        if spread is not None:
-            return super().loss(hidden, targets, coefficients, ignore_index=ignore_index, spread=spread, chunk=chunk)
         return ops.mixture_loss(
             self.components(hidden),
             self.log_prior(hidden),
             self.weight,
             targets,
-            coefficients[:, 0],
+            coefficients[:, ::3],
             bias=self.bias,
             ignore_index=ignore_index,
+            spread=spread,
             chunk=chunk,
         )
 

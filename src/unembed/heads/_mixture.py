@@ -153,17 +153,18 @@ class MixtureOfSoftmaxes(Head):
         chunk: int | None = None,
     ) -> Float[Tensor, ""]:
         """Three products for a shared matrix, gradients included."""
-        if spread is not None or not self.shared:
+        if not self.shared:
             return super().loss(hidden, targets, coefficients, ignore_index=ignore_index, spread=spread, chunk=chunk)
         return ops.mixture_loss(
             self.components(hidden),
             self.log_prior(hidden),
             self.weight,
             targets,
-            coefficients[:, 0],
+            coefficients[:, ::3],
             bias=self.bias,
             sigsoftmax=self.sigsoftmax,
             ignore_index=ignore_index,
+            spread=spread,
             chunk=chunk,
         )
 

@@ -237,16 +237,17 @@ class MultiFacet(Head):
     ) -> Float[Tensor, ""]:
         """Three products with one partition, gradients included; four with more."""
         features, targets, _ = self.flattened(hidden, targets)
-        if spread is not None or self.partitions > 1:
+        if self.partitions > 1:
             return super().loss(features, targets, coefficients, ignore_index=ignore_index, spread=spread, chunk=chunk)
         return ops.mixture_loss(
             self.components(features),
             self.log_prior(features),
             self.weight,
             targets,
-            coefficients[:, 0],
+            coefficients[:, ::3],
             bias=self.bias,
             ignore_index=ignore_index,
+            spread=spread,
             chunk=chunk,
         )
 

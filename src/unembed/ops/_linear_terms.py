@@ -45,7 +45,7 @@ class LinearTerms(Rows):
         peak, own, rest = made.of(slice(0, len(hidden)))
         terms[0][:], terms[1][:], total = terms_of(peak, own, rest)
         # Of curved scores the slope would be needed too, which the exponentials do not tell.
-        kept = (peak, own, rest, total, torch.tensor(0) if self.options.curved else work.ticket())
+        kept = (peak, own, rest, total, torch.tensor(0, device="cpu") if self.options.curved else work.ticket())
         return (terms[0].masked_fill_(~counts, 0.0), *terms[1:]), (), kept
 
     def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:

@@ -89,9 +89,19 @@ class Work:
         weight: The unembedding matrix.
         bias: Its bias.
         chunk: Tokens at a time.
+        group: A piece has a multiple of this many.
     """
 
-    def __init__(self, options: LinearOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
+    def __init__(
+        self,
+        options: LinearOptions,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk: int,
+        *,
+        group: int = 1,
+    ) -> None:
         self.options = options
         self.dtype = torch.promote_types(hidden.dtype, weight.dtype)
         self.wide = widened(self.dtype)
@@ -101,7 +111,8 @@ class Work:
         self._gone = gone if gone is not None and bool(gone.any()) else None
         vocab = len(weight)
         self._rows = min(chunk, len(hidden))
-        self._piece = max(1, _CACHED // vocab) if hidden.device.type == "cpu" else max(1, self._rows)
+        cached = max(1, _CACHED // (vocab * group)) * group
+        self._piece = cached if hidden.device.type == "cpu" else max(1, self._rows)
         self._shape, self._device = (self._rows, vocab), hidden.device
         self._buffer = hidden.new_empty(0, dtype=self.dtype)
         small = (min(self._piece, self._rows), vocab)
@@ -122,9 +133,9 @@ class Work:
     def ticket(self) -> Tensor:
         """A number for what the last chunk left in the memory of the scores; 0 where that is not kept."""
         if not _is_held(self._device) or getattr(_held, "memory", None) is None:
-            return torch.tensor(0)
+            return torch.tensor(0, device="cpu")
         _held.ticket = next(_tickets)
-        return torch.tensor(_held.ticket)
+        return torch.tensor(_held.ticket, device="cpu")
 
     def holds(self, ticket: Tensor) -> bool:
         """Whether that is still there: nobody has used the memory since."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from unembed.ops._linear_nll import chunk_rows, prepared, requiring
 from unembed.ops._linear_terms import LinearTerms
 from unembed.ops._linear_work import Exponentials, LinearOptions, Sums, Work, terms_of
+from unembed.ops._mixture_spread import MixtureSpread
 from unembed.ops._rows import Tensors, Wanted, evaluate
 from unembed.ops._summed import Summed
 from unembed.ops._token_terms import logsumexp, token_terms, weighted
@@ -60,33 +61,42 @@ def mixture_loss(
     log_prior: Float[Tensor, "N K"],
     weight: Float[Tensor, "V D"],
     targets: Int[Tensor, " N"],
-    coefficients: Float[Tensor, " N"],
+    coefficients: Float[Tensor, "N 2"],
     *,
     bias: Float[Tensor, " V"] | None = None,
     sigsoftmax: bool = False,
     ignore_index: int = -100,
+    spread: Float[Tensor, " V"] | None = None,
     chunk: int | None = None,
 ) -> Float[Tensor, ""]:
-    r"""$\sum_n a_n \mathrm{nll}_n$; where gradients will be asked for, they are made in the forward pass.
+    r"""$\sum_n a_n \mathrm{nll}_n + d_n \sum_v s_v \log p_{nv}$.
+
+    Where gradients will be asked for, they are made in the forward pass.
 
     Args:
         hidden: Hidden state of each component.
         log_prior: Log of the component weights.
         weight: The matrix of all components.
         targets: Next tokens.
-        coefficients: a of each token.
+        coefficients: a and d of each token.
         bias: Added to the scores of each component.
         sigsoftmax: Components are `softmax(u + log sigmoid(u))` of their scores u.
-        ignore_index: Target of tokens that do not count.
+        ignore_index: Target of tokens that do not count; their a is taken for 0.
+        spread: s, 0 where a score may be `-inf`; no second term when None.
         chunk: Tokens whose scores are alive at once. Chosen from V and K when None.
     """
     targets_of_all = targets[..., None].expand(hidden.shape[:-1])
     options, hidden, shared = prepared(
-        hidden, weight, targets_of_all, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index
+        hidden, weight, targets_of_all, bias=bias, sigsoftmax=sigsoftmax, ignore_index=ignore_index, spread=spread
     )
     rows = chunk_rows(hidden.shape[1] * len(weight), hidden.device, chunk)
-    tokens = (hidden, log_prior, targets.long(), coefficients)
-    function = _MixtureLoss(options, rows, (requiring(tokens), requiring(shared)))
+    if spread is None:
+        tokens = (hidden, log_prior, targets.long(), coefficients[:, 0])
+        function: Summed = _MixtureLoss(options, rows, (requiring(tokens), requiring(shared)))
+    else:
+        tokens = (hidden, log_prior, targets.long(), coefficients)
+        asked = (requiring(tokens), (*requiring(shared[:-1]), False))
+        function = MixtureSpread(options, rows, asked)
     _, (total,) = evaluate(function, tokens, shared)
     return total
 
