@@ -33,3 +33,11 @@ def test_shapes_and_dtypes_of_losses_on_the_meta_device_are_the_real_ones(given:
     for one, real in zip(empty, losses_of(head, hidden), strict=True):
         assert one.is_meta
         assert (one.shape, one.dtype) == (real.shape, real.dtype)
+
+
+def test_a_subclass_without_a_name_of_its_own_takes_none_away():
+    class Variant(heads.Linear):
+        """As a wrapper makes one."""
+
+    assert Variant.names == heads.Linear.names
+    assert heads.HEADS["linear"] is heads.Linear
