@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from _bench import in_turns, machine, median_ratio, peak_megabytes, write_section
-from unembed.diagnostics import Gradient, LinearHead
+from unembed import heads
+from unembed.diagnostics import Gradient, HeadGradient, LinearHead
 
 WIDTH = 512
 CHUNK = 1 << 25  # scores alive at once, the same for all
@@ -107,12 +108,52 @@ def row(vocab: int, tokens: int, rounds: int, *, with_published: bool) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def of_head(spec: str, vocab: int) -> Callable[[], float]:
+    """`HeadGradient` of one more token."""
+    torch.manual_seed(0)
+    gradient = HeadGradient(heads.build(spec, WIDTH, vocab))
+
+    def run() -> float:
+        gradient.update(torch.randn(1, WIDTH), torch.randint(0, vocab, (1,)))
+        return gradient.result().values["centred"]["kept"]
+
+    return run
+
+
+def heads_table(rounds: int) -> str:
+    """Seconds and memory of one token's Jacobian."""
+    rows = []
+    for vocab in (4096, 50304):
+        for spec in ("linear", "sigsoftmax", "mos:k=4", "mixtape"):
+            run = of_head(spec, vocab)
+            run()
+            seconds = statistics.median(in_turns({spec: run}, rounds=rounds)[spec])
+            rows.append(f"| {vocab:,} | {spec} | {seconds:.2f} s | {peak_megabytes(of_head, spec, vocab):.0f} MB |")
+            print(rows[-1], flush=True)
+    lines = [
+        "## The same through the Jacobian of a head, a token",
+        "",
+        f"`python benchmarks/gradient.py --only heads`, D = {WIDTH}, float64; {machine()}.",
+        f"Medians of {rounds} rounds; memory is what a token adds to the head and its copy in float64.",
+        "",
+        "| V | head | a token | memory added |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run all sizes and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["linear", "heads"])
     options = parser.parse_args()
+    if options.only != "linear":
+        write_section("gradient-heads", heads_table(options.rounds))
+    if options.only == "heads":
+        return
     sizes = [(4096, True), (16384, True), (50304, False), (262144, False)]
     rows = [row(vocab, options.tokens, options.rounds, with_published=fits) for vocab, fits in sizes]
     lines = [

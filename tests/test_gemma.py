@@ -14,6 +14,9 @@ import torch
 from tests.test_audit import _assert_same_numbers
 
 import unembed
+from unembed.diagnostics import Gradient, HeadGradient, LinearHead
+from unembed.heads import MixtureOfSoftmaxes
+from unembed.integrations import hidden_states
 from unembed.results import Record
 from unembed.text import read_topics
 
@@ -112,3 +115,17 @@ def test_a_second_run_gives_the_same_file_but_for_timing(record, gguf):
     one, two = record.to_json(), unembed.audit(gguf, tokens=TOKENS).record.to_json()
     del one["timing"], two["timing"]
     assert json.dumps(one) == json.dumps(two)
+
+
+def test_a_mixture_that_starts_as_the_head_passes_what_the_head_passes(opened):
+    """Through its Jacobian at a few tokens, against the measurement of the matrix at the same ones."""
+    model, tokenizer = opened
+    block = next(hidden_states(model, tokenizer, read_topics(), tokens=3))
+    linear = Gradient(LinearHead(model.get_output_embeddings().weight))
+    linear.update(block.hidden, block.targets)
+    mixture = HeadGradient(MixtureOfSoftmaxes.from_linear(model.get_output_embeddings(), k=2))
+    mixture.update(block.hidden, block.targets)
+    expected, found = (one.result().values["centred"] for one in (linear, mixture))
+    assert found["rank"] == found["rank_least"] == expected["rank"]
+    assert found["kept"] == pytest.approx(expected["kept"], rel=1e-4)
+    assert found["ratio"] == pytest.approx(expected["ratio"], rel=1e-4)

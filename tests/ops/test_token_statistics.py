@@ -167,6 +167,19 @@ def test_errs_no_more_than_the_materialised_form(dtype):
         assert (mine - exact).norm() <= 1.1 * (their - exact).norm() + 1e-6 * exact.norm()
 
 
+@pytest.mark.parametrize(("own", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_the_reference_may_have_another_dtype(own, other):
+    hidden, weight = _randn(6, 4).to(own).requires_grad_(), _randn(9, 4, seed=1).to(own).requires_grad_()
+    reference, matrix, targets = _randn(6, 3, seed=2).to(other), _randn(9, 3, seed=3).to(other), torch.arange(6)
+    found = token_statistics(hidden, weight, targets, reference_hidden=reference, reference_weight=matrix, chunk=4)
+    exact = statistics_of(
+        hidden.double() @ weight.double().T, targets, reference.double() @ matrix.double().T, ignore_index=-100
+    )
+    torch.testing.assert_close(found.kl.double(), exact[4], rtol=0.02, atol=0.02)
+    (of_hidden,) = torch.autograd.grad(found.kl.sum(), hidden)
+    assert of_hidden.dtype == own
+
+
 def test_a_huge_offset_changes_nothing():
     bias = torch.full((50,), 1e8, requires_grad=True)
     hidden, weight = torch.ones(2, 3), torch.zeros(50, 3)

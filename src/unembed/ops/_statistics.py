@@ -52,9 +52,9 @@ class Statistics(Rows):
     def run(self, tokens: Tensors, shared: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         """In place, one chunk of scores of each head alive."""
         hidden, targets, *other = tokens
-        if self._excludes_all(shared):
-            return super().run(tokens, shared)
         work, against = self.works(tokens, shared)
+        if self._excludes_all(shared) or (against is not None and against.wide != work.wide):
+            return super().run(tokens, shared)
         counts = targets != self.options.ignore_index
         place = torch.where(counts, targets, 0)[:, None]
         peak, rest, own, inner = hidden.new_empty(4, len(hidden), 1, dtype=work.wide)
