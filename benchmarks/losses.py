@@ -140,29 +140,26 @@ def errors(run: Step, upstream: Tensor, size: tuple[int, int, int], dtype: str) 
     return f"{abs(float(loss) - float(exact)) / float(exact):.0e}, {gaps[0]:.1e}, {gaps[1]:.1e}"
 
 
-def linear_table(rounds: int, sizes: list[tuple[int, int, int]]) -> list[str]:
-    """One row a contestant, for every size and dtype."""
+def linear_table(rounds: int, size: tuple[int, int, int]) -> list[str]:
+    """One row a contestant, for every dtype."""
     rows = []
-    for size in sizes:
-        for dtype in DTYPES:
-            runs = {name: make(*size, dtype) for name, make in CONTESTANTS.items()}
-            for run in runs.values():
-                run()
-            times = in_turns(runs, rounds=rounds)
-            for name, make in CONTESTANTS.items():
-                ratio = median_ratio(times, name, "floor: three products")
-                memory = "" if make is floor else f"{peak_megabytes(_warm, name, *size, dtype):.0f} MB"
-                run = runs[name]
-                upstream = _UPSTREAM[: size[0]] if "per token" in name else torch.full((size[0],), 1 / size[0])
-                exact = size == SIZES[0] and isinstance(run, Step)
-                error = errors(run, upstream, size, dtype) if exact else ""
-                seconds = statistics.median(times[name])
-                rows.append(f"| {size} | {dtype} | {name} | {seconds:.2f} s | {ratio:.2f} | {memory} | {error} |")
-                print(rows[-1], flush=True)
-    head = [
-        "| N, D, V | dtype | | time | over the floor | memory added | errors: loss, dH, dW |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    for dtype in DTYPES:
+        runs = {name: make(*size, dtype) for name, make in CONTESTANTS.items()}
+        for run in runs.values():
+            run()
+        times = in_turns(runs, rounds=rounds)
+        for name, make in CONTESTANTS.items():
+            ratio = median_ratio(times, name, "floor: three products")
+            memory = "" if make is floor else f"{peak_megabytes(_warm, name, *size, dtype):.0f} MB"
+            run = runs[name]
+            upstream = _UPSTREAM[: size[0]] if "per token" in name else torch.full((size[0],), 1 / size[0])
+            exact = size == SIZES[0] and isinstance(run, Step)
+            error = errors(run, upstream, size, dtype) if exact else ""
+            rows.append(
+                f"| {dtype} | {name} | {statistics.median(times[name]):.2f} s | {ratio:.2f} | {memory} | {error} |"
+            )
+            print(rows[-1], flush=True)
+    head = ["| dtype | | time | over the floor | memory added | errors: loss, dH, dW |", "|---|---|---|---|---|---|"]
     return [*head, *rows]
 
 
@@ -373,25 +370,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["linear", "mixture", "structured", "statistics"])
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the sizes of the linear table")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 3], help="which sizes of the linear table")
     options = parser.parse_args()
     tables = {
-        "linear": lambda: linear_table(options.rounds, SIZES[: options.sizes]),
-        "mixture": lambda: mixture_table(options.rounds),
-        "structured": lambda: structured_table(options.rounds),
-        "statistics": lambda: statistics_table(options.rounds),
+        "mixture": ("Mixture of softmaxes: loss and all gradients", mixture_table),
+        "structured": ("Adaptive and Huffman heads: loss and all gradients, targets by Zipf's law", structured_table),
+        "statistics": ("Log-probability, entropy, KL to a reference and argmax, and gradients", statistics_table),
     }
-    titles = {
-        "linear": "Linear head: loss and both gradients",
-        "mixture": "Mixture of softmaxes: loss and all gradients",
-        "structured": "Adaptive and Huffman heads: loss and all gradients, targets drawn by Zipf's law",
-        "statistics": "Log-probability, entropy, KL to a reference and argmax of each token, and gradients",
-    }
-    for name, make in tables.items():
-        if options.only not in (None, name):
+    for number in options.sizes:
+        size = SIZES[number - 1]
+        title = f"Linear head: loss and both gradients, N, D, V = {size}"
+        tables[f"linear-{number}"] = (title, functools.partial(linear_table, size=size))
+    for name, (title, make) in tables.items():
+        if options.only not in (None, name.partition("-")[0]):
             continue
         about = f"`python benchmarks/losses.py`; {machine()}. Medians of {options.rounds} rounds in turns."
-        write_section(f"losses-{name}", "\n".join([f"## {titles[name]}", "", about, "", *make()]))
+        write_section(f"losses-{name}", "\n".join([f"## {title}", "", about, "", *make(options.rounds)]))
 
 
 if __name__ == "__main__":
