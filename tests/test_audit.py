@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -328,10 +329,28 @@ def test_a_head_over_several_layers_cannot_stand_where_the_model_gives_one(famil
         unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS, checks=["gradient"])
 
 
+def test_a_linear_head_of_ours_is_a_matrix_like_any_other(family_folder, byte_tokenizer, documents):
+    made = functools.partial(heads.Linear, softcap=2.0, scale=3.0)
+    model, tokenizer = _with_head(family_folder, byte_tokenizer, made)
+    record = unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS).record
+    assert record.head["kind"] == "linear"
+    assert (record.head["softcap"], record.head["scale"]) == (2.0, 3.0)
+    gradient = record.results["gradient"].values
+    assert gradient["centred"] is None
+    assert gradient["before_softcap"]
+    assert record.results["spectrum"].values["rank"] == model.config.hidden_size
+
+
+def test_a_class_that_head_and_model_exclude_is_no_difference(family_folder, byte_tokenizer, documents):
+    model, tokenizer = _with_head(family_folder, byte_tokenizer, lambda d, v: heads.Sigsoftmax(d, v, bias=True))
+    with torch.no_grad():
+        model.lm_head.bias[-1] = -torch.inf
+    found = unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=64, checks=["gradient"])
+    assert found.results["gradient"].values["tokens"] == 64
+
+
 def test_a_soft_cap_after_the_head_is_found(family_folder, byte_tokenizer, documents, monkeypatch):
-    model, tokenizer = _with_head(family_folder, byte_tokenizer, lambda d, v: heads.Linear(d, v, softcap=2.0))
-    found = unembed.audit(model, tokenizer=tokenizer, text=documents, tokens=TOKENS, checks=["gradient"])
-    assert found.results["gradient"].values["centred"]["rank"] == model.config.hidden_size
+    model, tokenizer = _with_head(family_folder, byte_tokenizer, heads.Sigsoftmax)
     forward = type(model).forward
 
     def capped(self, *args, **options):

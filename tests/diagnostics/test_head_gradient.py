@@ -160,6 +160,10 @@ def test_halves_merge_to_the_whole_and_a_state_goes_on():
             assert merged.result().values["centred"][name] == pytest.approx(whole.values["centred"][name], rel=1e-9)
     with pytest.raises(ValueError, match="same head"):
         first.merge(HeadGradient(heads.Mixtape(4, V, gated=9)))
+    plain, capped = heads.Linear(4, V), heads.Linear(4, V, softcap=2.0)
+    capped.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="same head"):
+        HeadGradient(plain).merge(HeadGradient(capped))
     with pytest.raises(ValueError, match="every"):
         first.merge(HeadGradient(head, every=2))
 

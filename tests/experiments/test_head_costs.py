@@ -106,8 +106,8 @@ def test_an_interrupted_table_goes_on_and_failed_rows_are_measured_again(monkeyp
 
 def test_a_head_that_fails_or_dies_has_a_row_that_says_so():
     row = measure("adaptive:cutoffs=[97]", SMALL)
-    assert row["failed"].startswith("`cutoffs`")
-    assert head_table.words(row)[1].startswith("failed: `cutoffs`")
+    assert row["failed"].startswith("ValueError: `cutoffs`")
+    assert head_table.words(row)[1].startswith("failed: ValueError: `cutoffs`")
     dead = _head_costs.measure("linear", HeadCosts(device="nowhere"))
     assert "failed" in dead
 

@@ -1,6 +1,7 @@
 """The linear loss: definition, derivatives, half precision, edges, and the public failures of cases/losses.md."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -437,6 +438,80 @@ def test_gradients_are_the_same_bits_whether_the_last_chunk_is_still_there_or_no
     assert all(map(torch.equal, found, other))
 
 
+def _gradients_of(hidden, weight, targets, between, *, chunk=4):
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    nll = linear_nll(*leaves, targets, chunk=chunk)
+    between()
+    return torch.autograd.grad(nll.sum(), leaves)
+
+
+def _interrupted(hidden, weight, targets, monkeypatch):
+    """A pass that ends half way, its memory still in the hands of a generator."""
+    work = Work(_linear_work.LinearOptions(), hidden, weight, None, 4)
+    chunks = work.chunks(len(hidden))
+    next(chunks)
+    work.fill(hidden[:4] + 7)
+    return chunks
+
+
+@pytest.mark.parametrize("use", ["loss", "statistics", "interrupted", "thread", "nothing"])
+def test_whatever_uses_the_memory_in_between_gradients_are_right(use, monkeypatch):
+    hidden, weight, targets = _randn(11, 4), _randn(7, 4, seed=1), torch.arange(11) % 7
+    left = []
+
+    def between():
+        if use == "loss":
+            ops.linear_loss(hidden + 1, weight, targets, torch.ones(11, 4).double(), chunk=4)
+        elif use == "statistics":
+            ops.token_statistics(hidden + 1, weight, targets, reference_hidden=hidden, chunk=4)
+        elif use == "interrupted":
+            left.append(_interrupted(hidden, weight, targets, monkeypatch))
+
+    if use == "thread":  # forward in another thread than backward
+        leaves, made = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()], []
+        thread = threading.Thread(target=lambda: made.append(linear_nll(*leaves, targets, chunk=4)))
+        thread.start()
+        thread.join()
+        linear_nll(hidden + 1, weight, targets, chunk=4)
+        found = torch.autograd.grad(made[0].sum(), leaves)
+    else:
+        found = _gradients_of(hidden, weight, targets, between)
+    wide = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    right = torch.autograd.grad(F.cross_entropy(wide[0] @ wide[1].T, targets, reduction="sum"), wide)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_memory_that_comes_back_while_the_backward_pass_begins_is_not_taken_for_its_own(monkeypatch):
+    """An interrupted pass is finalised by the garbage collector whenever it likes, here at the worst moment."""
+    hidden, weight, targets = _randn(11, 4), _randn(7, 4, seed=1), torch.arange(11) % 7
+    left, new = [], _linear_work.Sums.__init__
+    monkeypatch.setattr(_linear_work.Sums, "__init__", lambda sums, *given: (left.clear(), new(sums, *given))[1])
+    found = _gradients_of(
+        hidden, weight, targets, lambda: left.append(_interrupted(hidden, weight, targets, monkeypatch))
+    )
+    wide = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    right = torch.autograd.grad(F.cross_entropy(wide[0] @ wide[1].T, targets, reduction="sum"), wide)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_hook_that_rounds_saved_tensors_does_not_lead_to_foreign_scores():
+    hidden, weight, targets = _randn(11, 4), _randn(7, 4, seed=1), torch.arange(11) % 7
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    lossy = torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: (saved.dtype, saved if saved.is_floating_point() else saved.bfloat16()),
+        lambda packed: packed[1].to(packed[0]),
+    )
+    with lossy:
+        nll = linear_nll(*leaves, targets, chunk=4)
+    linear_nll(hidden + 1, weight, targets, chunk=4)
+    found = torch.autograd.grad(nll.sum(), leaves)
+    right = torch.autograd.grad(F.cross_entropy(leaves[0] @ leaves[1].T, targets, reduction="sum"), leaves)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_examples_under_vmap_do_not_take_each_others_scores():
     hidden, weight, targets = _randn(5, 3, 4), _randn(7, 4, seed=1), torch.arange(15).view(5, 3) % 7
 
@@ -445,4 +520,6 @@ def test_examples_under_vmap_do_not_take_each_others_scores():
 
     mapped = torch.func.vmap(torch.func.grad(loss))(hidden, targets)
     for place in range(5):
-        torch.testing.assert_close(mapped[place], torch.func.grad(loss)(hidden[place], targets[place]))
+        one = hidden[place].clone().requires_grad_()
+        (right,) = torch.autograd.grad(F.cross_entropy(one @ weight.T, targets[place], reduction="sum"), one)
+        torch.testing.assert_close(mapped[place], right)

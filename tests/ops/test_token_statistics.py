@@ -199,8 +199,28 @@ def test_an_almost_certain_distribution_keeps_the_digits_of_its_entropy_and_grad
     found = token_statistics(torch.zeros(1, 1), torch.zeros(2, 1), torch.tensor([0]), bias=bias)
     rare = math.exp(-20)
     assert found.entropy.item() == pytest.approx(rare * 21, rel=1e-5)
+    (of_entropy,) = torch.autograd.grad(found.entropy.sum(), bias, retain_graph=True)
+    assert of_entropy.tolist() == pytest.approx([-20 * rare, 20 * rare], rel=1e-4)
     found.log_prob.sum().backward()
     assert bias.grad.tolist() == pytest.approx([rare, -rare], rel=1e-5)
+
+
+@pytest.mark.parametrize(("own", "other"), [(20.0, 18.0), (27.0, 17.0), (18.0, 20.0)])
+def test_the_divergence_of_two_almost_certain_distributions_keeps_its_digits(own, other):
+    """With rests r and s it is `r log(r / s) + s - r`, far below what float32 can tell from 1."""
+    weight, bias = torch.zeros(2, 1), torch.tensor([0.0, -own])
+    other_bias = torch.tensor([0.0, -other])
+    found = token_statistics(
+        torch.zeros(1, 1),
+        weight,
+        torch.tensor([0]),
+        bias=bias,
+        reference_hidden=torch.zeros(1, 1),
+        reference_weight=weight,
+        reference_bias=other_bias,
+    )
+    r, s = math.exp(-own), math.exp(-other)
+    assert found.kl.item() == pytest.approx(r * (other - own) + s - r, rel=1e-4)
 
 
 def test_a_class_that_only_the_reference_excludes_is_infinitely_far_and_has_no_gradient():

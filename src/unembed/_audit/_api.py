@@ -94,7 +94,7 @@ def audit(
     Args:
         source: Hugging Face folder, hub id, GGUF file, or a model in memory; the demonstration model when None. Where
             the output layer of a model in memory is a head of `unembed.heads` that is no plain matrix, `gradient` is
-            measured through its Jacobian at 64 sampled predictions, and the others do not apply.
+            measured through its Jacobian at about 64 sampled predictions, and the others do not apply.
         text: Paths of text files, or documents (`text.Document`) that can be iterated again; the English of the
             standard library's `pydoc_data.topics` when None.
         tokenizer: Needed with a model in memory.

@@ -120,7 +120,7 @@ def findings(values: dict[str, Any], vocab: int) -> list[Finding]:
                 "warning",
                 "Nothing of the gradient passes the head",
                 f"rank {numbers['rank']:,} in {vocab:,} ({name} convention, {values['tokens']:,} tokens)",
-                "All rows of the matrix are equal within its rounding, so hidden states do not move a probability.",
+                "All rows of the matrix or Jacobian are equal within rounding, so hidden states move no probability.",
             )
         ]
     ends, sd = numbers["ratio_ci95"], numbers["ratio_null_sd"]

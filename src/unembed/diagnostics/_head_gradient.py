@@ -44,9 +44,9 @@ class HeadGradient(Accumulator):
     projector on the columns of the row-centred $J_n$, of rank $r_n$,
     $$\text{kept}^2 = \frac{\sum_n \|\Pi_n g_n\|^2}{\sum_n \|g_n\|^2}, \qquad
     \text{null}^2 = \frac{\sum_n \frac{r_n}{V - 1} \|g_n\|^2}{\sum_n \|g_n\|^2}$$
-    For a linear head this is the row-centred convention of `Gradient`. There is no raw one: a function of h on all
-    scores would change it, and no probability. A soft-cap is part of z here, and what is projected is the gradient
-    after it.
+    For a linear head this is the row-centred convention of `Gradient`. There is no raw one: adding a function of h to
+    all scores would change it, though no probability. A soft-cap is part of z here, and what is projected is the
+    gradient after it.
 
     All is computed in float64 (float32 on MPS). A token costs D tangents of the head and $2 V D^2$ operations, and
     $V D$ numbers of memory: take a sample with `every`.
@@ -142,8 +142,10 @@ class HeadGradient(Accumulator):
 
     def _same_head(self, other: Accumulator) -> bool:
         assert isinstance(other, HeadGradient), "`merge` has looked"
+        if type(other.head) is not type(self.head) or other.head.options() != self.head.options():
+            return False
         mine, others = self.head.state_dict(), other.head.state_dict()
-        return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+        return mine.keys() == others.keys() and all(torch.equal(mine[name].cpu(), others[name].cpu()) for name in mine)
 
     def result(self) -> Result:
         """The row-centred convention with null, ratio and interval; kept share by how often the target occurs."""

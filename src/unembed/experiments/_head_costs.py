@@ -6,14 +6,12 @@ Shapes: N tokens, T positions of a row, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import re
 import signal
 import statistics
-import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,9 +78,9 @@ def check_specs(specs: list[str], costs: HeadCosts) -> None:
 
 
 def measure(spec: str, costs: HeadCosts) -> dict[str, Any]:
-    """The row of one head; in a process of its own, so that memory is its own. `failed` says why there are no numbers.
+    """The row of one head, from a process of its own, so that memory is its own.
 
-    A `KeyboardInterrupt` ends the process too.
+    `failed` says why there are no numbers. A `KeyboardInterrupt` here ends that process too.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -106,8 +104,8 @@ def _send(sender: Any, spec: str, costs: HeadCosts) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends this process
     try:
         row = measure_here(spec, costs)
-    except (RuntimeError, ValueError, MemoryError) as error:
-        row = {"head": spec, "failed": " ".join(str(error).split())[:200]}
+    except Exception as error:
+        row = {"head": spec, "failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
     sender.send(row)
 
 
@@ -204,7 +202,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 
 def _wait(device: str) -> None:
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     elif device.startswith("mps"):
         torch.mps.synchronize()
 
@@ -212,38 +210,23 @@ def _wait(device: str) -> None:
 def _added_bytes(run: Callable[[], Any], device: str) -> int | None:
     """Memory that a step adds at its peak to parameters and input, gradients included; None where no one counts it."""
     if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         run()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(device) - before
     if device != "cpu":
         run()
         return None
-    with _peak_of_this_process() as peak:
-        run()
-    return peak()
-
-
-@contextlib.contextmanager
-def _peak_of_this_process() -> Generator[Callable[[], int]]:
-    """How far resident memory rises above where it is now."""
     status, forget = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if status.exists():
-        with contextlib.suppress(OSError):
-            forget.write_text("5")  # the highest of the past
+    try:
+        forget.write_text("5")  # the highest of the past, which was that of the imports
+    except OSError:
+        run()
+        return None
 
-    def highest() -> int:
-        if status.exists():
-            return int(re.findall(r"VmHWM:\s*(\d+)", status.read_text())[0]) * 1024
-        import resource  # not on Windows
+    def kilobytes(name: str) -> int:
+        return int(re.findall(rf"{name}:\s*(\d+)", status.read_text())[0])
 
-        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return size if sys.platform == "darwin" else size * 1024
-
-    before = int(re.findall(r"VmRSS:\s*(\d+)", status.read_text())[0]) * 1024 if status.exists() else highest()
-    yield lambda: max(highest() - before, 0)
-
-
-def nats_of_uniform(vocab: int) -> float:
-    """`ln V`."""
-    return math.log(vocab)
+    before = kilobytes("VmRSS")
+    run()
+    return max(kilobytes("VmHWM") - before, 0) * 1024

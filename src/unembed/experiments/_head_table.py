@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from unembed._version import __version__
-from unembed.experiments._head_costs import HeadCosts, check_specs, default_specs, entropy, measure, nats_of_uniform
+from unembed.experiments._head_costs import HeadCosts, check_specs, default_specs, entropy, measure
 from unembed.results import InputError, replace_together
 
 FILE = "heads.json"
@@ -36,6 +37,8 @@ def bench_heads(
     A step is the mean cross-entropy of `tokens` hidden states (standard normal) and targets (Zipf's law, most frequent
     first) with all gradients; for `mtp` that of all its offsets. Times are medians over rounds, each beside the linear
     head's in the same process. Memory is what a first step adds to parameters and input, gradients included.
+
+    Each head has a process of its own, started by `spawn`: call this under `if __name__ == "__main__"` in a script.
 
     Args:
         costs: What is measured.
@@ -127,7 +130,7 @@ def _described(costs: HeadCosts) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         **dataclasses.asdict(costs),
         "entropy": entropy(costs.vocab),
-        "uniform": nats_of_uniform(costs.vocab),
+        "uniform": math.log(costs.vocab),
     }
 
 

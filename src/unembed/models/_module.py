@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from unembed.heads import Linear
 from unembed.models import _families as families
 from unembed.models._config import ModelConfig
 from unembed.models._llama import Llama
@@ -46,8 +47,8 @@ def load_module(model: nn.Module, norm: families.NormRule | None) -> Parts:
     return Parts(
         weight=weight,
         bias=bias,
-        softcap=config.softcap(),
-        scale=config.scale(),
+        softcap=config.softcap() if getattr(head, "softcap", None) is None else head.softcap,
+        scale=config.scale() * (head.scale if type(head) is Linear else 1.0),
         norm=final,
         tied=tied,
         dtype=dtype,
@@ -110,7 +111,7 @@ def _name_of(module: nn.Module, modules: dict[str, nn.Module]) -> str:
 
 def _confirm_head(name: str, head: nn.Module, weight: Float[Tensor, "V D"], bias: Float[Tensor, " V"] | None) -> None:
     """Refuse a head that is not `h W^T + b`: an adapter, a quantised matrix, a mixture."""
-    if isinstance(head, nn.Embedding) or type(head) is nn.Linear:
+    if isinstance(head, nn.Embedding) or type(head) in (nn.Linear, Linear):
         return
     hidden = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     expected = linear(hidden, weight, bias)

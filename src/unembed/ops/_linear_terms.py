@@ -82,9 +82,9 @@ class _LinearGradients(Pullback):
         on_target = (on_lse * own.exp() - on_nll * rest) * share
         steep = hidden.new_empty(len(hidden), 1, dtype=work.wide)
         dense = spread is not None and options.curved
-        ready = work.holds(shared[-1])  # the order is the same in any case, so the bits of the sums are too
-        for part in work.chunks(len(hidden), last_first=True):
-            if ready and part.stop == len(hidden):
+        # The order is the same whether the last chunk is there or not, so the bits of the sums are too.
+        for part in work.chunks(len(hidden), last_first=True, ticket=shared[-1]):
+            if work.ready and part.stop == len(hidden):
                 products = work.left(part)
             else:
                 products = work.fill(hidden[part])

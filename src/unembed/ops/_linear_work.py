@@ -9,7 +9,7 @@ Shapes: n tokens of a chunk, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import secrets
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ _CACHED = 1 << 19  # scores in a piece on a CPU: 2 MiB in float32
 
 _held = threading.local()  # the last scores memory of a thread, so that a training loop need not fault it in each step
 _HOLD = 96 << 20  # bytes kept at most
-_tickets = itertools.count(1)
 
 
 def _is_held(device: torch.device) -> bool:
@@ -33,21 +32,26 @@ def _is_held(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def _scores_memory(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Generator[Tensor]:
-    """Uninitialised memory for the scores of a chunk: that of the last call where it is kept and large enough."""
+def _scores_memory(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, ticket: int = 0
+) -> Generator[tuple[Tensor, bool]]:
+    """Memory for the scores of a chunk: that of the last call where it is kept and large enough.
+
+    With it comes whether it is as it was left when `ticket` was given. Memory and ticket are one object and taken in
+    one step, should another call come in between.
+    """
     if not _is_held(device):
-        yield torch.empty(shape, dtype=dtype, device=device)
+        yield torch.empty(shape, dtype=dtype, device=device), False
         return
     count = shape[0] * shape[1]
-    memory, _held.memory = getattr(_held, "memory", None), None  # taken, should another call come in between
-    _held.ticket = 0
+    held, _held.scores = getattr(_held, "scores", None), None
+    memory, given = held or (None, 0)
     if memory is None or memory.dtype != dtype or len(memory) < count:
-        memory = torch.empty(count, dtype=dtype, device=device)
+        memory, given = torch.empty(count, dtype=dtype, device=device), 0
     try:
-        yield memory[:count].view(shape)
+        yield memory[:count].view(shape), ticket != 0 and ticket == given
     finally:
-        _held.memory = memory if memory.nbytes <= _HOLD else None
-        _held.ticket = 0
+        _held.scores = (memory, 0) if memory.nbytes <= _HOLD else None
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Work:
         cached = max(1, _CACHED // (vocab * group)) * group
         self._piece = cached if hidden.device.type == "cpu" else max(1, self._rows)
         self._shape, self._device = (self._rows, vocab), hidden.device
-        self._buffer = hidden.new_empty(0, dtype=self.dtype)
+        self._buffer, self.ready = hidden.new_empty(0, dtype=self.dtype), False
         small = (min(self._piece, self._rows), vocab)
         self._room = None if self.dtype == self.wide else hidden.new_empty(small, dtype=self.wide)
         self._slope = None if not options.curved else hidden.new_empty(small, dtype=self.wide)
@@ -123,23 +127,31 @@ class Work:
         """`h W^T` of a chunk, in the dtype of the product; good until the next one."""
         return torch.mm(hidden.to(self.dtype), self.weight.T, out=self._buffer[: len(hidden)])
 
-    def chunks(self, tokens: int, *, last_first: bool = False) -> Iterator[slice]:
-        """Tokens of each chunk; the memory of the scores is there from the first one to the end of the last."""
+    def chunks(self, tokens: int, *, last_first: bool = False, ticket: Tensor | None = None) -> Iterator[slice]:
+        """Tokens of each chunk; the memory of the scores is there from the first one to the end of the last.
+
+        Args:
+            tokens: In all.
+            last_first: Whether the last chunk comes before the others.
+            ticket: Of a run over the same tokens; `ready` says whether what that left is still there.
+        """
         starts = list(range(0, tokens, max(self._rows, 1)))
-        with _scores_memory(self._shape, self.dtype, self._device) as self._buffer:
+        number = 0 if ticket is None or not _is_held(self._device) else int(ticket)
+        with _scores_memory(self._shape, self.dtype, self._device, number) as (self._buffer, self.ready):
             for start in [*starts[-1:], *starts[:-1]] if last_first else starts:
                 yield slice(start, min(start + self._rows, tokens))
 
     def ticket(self) -> Tensor:
-        """A number for what the last chunk left in the memory of the scores; 0 where that is not kept."""
-        if not _is_held(self._device) or getattr(_held, "memory", None) is None:
-            return torch.tensor(0, device="cpu")
-        _held.ticket = next(_tickets)
-        return torch.tensor(_held.ticket, device="cpu")
+        """A number for what the last chunk left in the memory of the scores; 0 where that is not kept.
 
-    def holds(self, ticket: Tensor) -> bool:
-        """Whether that is still there: nobody has used the memory since."""
-        return _is_held(self._device) and int(ticket) == getattr(_held, "ticket", 0) != 0
+        Nobody can guess it, and a hook that rounds saved tensors makes no other ticket of it.
+        """
+        held = getattr(_held, "scores", None) if _is_held(self._device) else None
+        if held is None:
+            return torch.tensor(0, device="cpu")
+        ticket = secrets.randbits(62) | 1
+        _held.scores = (held[0], ticket)
+        return torch.tensor(ticket, device="cpu")
 
     def left(self, part: slice) -> Tensor:
         """What the last chunk left, before anything else is filled."""

@@ -58,7 +58,7 @@ class Statistics(Rows):
         counts = targets != self.options.ignore_index
         place = torch.where(counts, targets, 0)[:, None]
         peak, rest, own, inner = hidden.new_empty(4, len(hidden), 1, dtype=work.wide)
-        peak_other, total_other, kl = hidden.new_empty(3, len(hidden), 1, dtype=work.wide)
+        peak_other, rest_other, kl = hidden.new_empty(3, len(hidden), 1, dtype=work.wide)
         top, room = torch.empty_like(place), work.scratch()
         lost = self._lost(shared)
         for part in _chunks(work, against, len(hidden)):
@@ -69,9 +69,9 @@ class Statistics(Rows):
                 torch.gather(scores.sub_(peak[at]), 1, place[at], out=own[at])
                 torch.exp(scores, out=exponentials).scatter_(1, top[at], 0.0)  # the largest is 1, the others are `rest`
                 torch.sum(exponentials, 1, keepdim=True, out=rest[at])
-                scores.sub_((1 + rest[at]).log_()).clamp_(min=_LEAST)
+                scores.sub_(torch.log1p(rest[at])).clamp_(min=_LEAST)
                 if reference is not None:
-                    log_q = _log_softmax_(reference[0], peak_other[at], total_other[at])
+                    log_q = _log_softmax_(reference[0], peak_other[at], rest_other[at])
                     gap = torch.sub(scores, log_q, out=log_q)
                     at_top = gap.gather(1, top[at])
                     kl[at] = (gap.mul_(exponentials).sum(1, keepdim=True) + at_top) / (1 + rest[at])
@@ -89,7 +89,7 @@ class Statistics(Rows):
             *(() if against is None else (kl,)),
         )
         found = tuple(column.squeeze(1).clone() for column in columns)  # forward mode takes no views
-        return found, (), (peak, rest, *(() if against is None else (peak_other, total_other)))
+        return found, (), (peak, rest, *(() if against is None else (peak_other, rest_other)))
 
     def pullback(self, wanted: Wanted, outputs: Tensors, kept: Tensors) -> tuple[Rows, Tensors, Tensors]:
         """By hand, from the numbers and what `run` kept."""
@@ -212,14 +212,14 @@ class _Mix:
         self.peak, rest_of_sum, *kept_other = beside[2 + two :]
         counts = (targets != ignore_index)[:, None]
         self.safe = torch.where(counts[:, 0], targets, 0)
-        self.log_total = (1 + rest_of_sum).log()
+        self.log_total = torch.log1p(rest_of_sum)
         self._on_log_prob, self._missing = torch.where(counts, on_log_prob, 0.0), -torch.expm1(log_prob)
         self._on_entropy, self._entropy = on_entropy, entropy
         self.on_kl = self._kl = torch.zeros_like(entropy)
         if two:  # a KL of infinity has no gradient
             live = torch.isfinite(kl[0])
             self.on_kl, self._kl = torch.where(live, ups[3], 0.0), torch.where(live, kl[0], 0.0)
-            self.peak_other, self.log_total_other = kept_other[0], kept_other[1].log()
+            self.peak_other, self.log_total_other = kept_other[0], torch.log1p(kept_other[1])
         sizes = [part.abs() for part in (self._on_log_prob, on_entropy, self._on_lse, self.on_kl)]
         self.size = torch.stack(sizes).amax(0).clamp(min=torch.finfo(entropy.dtype).tiny)  # or float16 would underflow
         self._common = self._on_lse - on_entropy * entropy - self.on_kl * self._kl
@@ -260,8 +260,12 @@ def _pieces(
         yield at, (scores, steep), (others, bend)
 
 
-def _log_softmax_(scores: Tensor, peak: Tensor, total: Tensor) -> Tensor:
-    """Log-probabilities in the place of scores; fills in the largest score and the sum of exponentials less it."""
-    torch.amax(scores, 1, keepdim=True, out=peak)
-    torch.sum(torch.exp(scores.sub_(peak)), 1, keepdim=True, out=total)
-    return scores.sub_(total.log()).clamp_(min=_LEAST)
+def _log_softmax_(scores: Tensor, peak: Tensor, rest: Tensor) -> Tensor:
+    """Log-probabilities in the place of scores; fills in the largest score, and the sum of the other exponentials.
+
+    That sum without the largest, which is 1, is what keeps its digits where one class is almost certain.
+    """
+    top = torch.argmax(scores, 1, keepdim=True)
+    torch.gather(scores, 1, top, out=peak)
+    torch.sum(torch.exp(scores.sub_(peak)).scatter_(1, top, 0.0), 1, keepdim=True, out=rest)
+    return scores.sub_(torch.log1p(rest)).clamp_(min=_LEAST)
