@@ -78,7 +78,7 @@ def test_of_a_linear_head_it_is_the_row_centred_convention():
     head = heads.Linear(5, V, bias=True, scale=0.7).double()
     hidden, targets = torch.randn(40, 5, dtype=torch.float64), torch.randint(0, V, (40,))
     documents = torch.arange(40) // 4
-    linear = LinearHead(head.weight, bias=head.bias, scale=0.7)
+    linear = LinearHead.of(head)
     gradient = Gradient(linear)
     gradient.update(hidden, targets, documents=documents)
     right, mine = gradient.result(), _measured(head, hidden, targets, documents=documents)
@@ -208,6 +208,8 @@ def test_a_confident_prediction_keeps_its_digits():
 def test_nothing_seen_and_bad_input():
     head = heads.Sigsoftmax(4, V)
     assert HeadGradient(head).result().values is None
+    with pytest.raises(ValueError, match="got Linear; wrap it"):
+        HeadGradient(torch.nn.Linear(4, V))
     with pytest.raises(ValueError, match="every"):
         HeadGradient(head, every=0)
     with pytest.raises(ValueError, match=r"documents.*\(3,\)"):

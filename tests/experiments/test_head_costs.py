@@ -36,9 +36,11 @@ def test_the_first_loss_is_that_of_the_head_on_targets_of_zipfs_law():
     row = measure_here("sigsoftmax", SMALL)
     torch.manual_seed(0)
     head = heads.build("sigsoftmax", 16, 97)
+    torch.manual_seed(1)
     hidden = head.example_hidden((1, 64)).float()
-    weights = 1 / torch.arange(1, 98, dtype=torch.float64)
-    targets = torch.multinomial((weights / weights.sum()).float(), 64, replacement=True).reshape(1, 64)
+    law = (1 / torch.arange(1, 98, dtype=torch.float64)).cumsum(0)
+    uniform = torch.rand(1, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    targets = torch.searchsorted(law / law[-1], uniform)
     with torch.no_grad():
         expected = float(losses.cross_entropy(head, hidden, targets))
     assert row["loss_at_init"] == pytest.approx(expected, rel=1e-6)
@@ -99,6 +101,12 @@ def test_an_interrupted_table_goes_on_and_failed_rows_are_measured_again(monkeyp
     assert [row["head"] for row in table["rows"]] == specs
     with pytest.raises(InputError, match="measured with dim 16, now it is 8"):
         bench_heads(HeadCosts(tokens=64, dim=8, vocab=97, rounds=2), specs, folder=tmp_path, resume=True)
+    table = bench_heads(SMALL, ["mos"], folder=tmp_path, resume=True)
+    assert [row["head"] for row in table["rows"]] == ["mos", "linear", "adaptive", "low_rank"]  # the others stay
+    table["rows"][0] = {"head": "mos"}
+    (tmp_path / "heads.json").write_text(json.dumps(table))
+    with pytest.raises(InputError, match="not a table of heads"):
+        bench_heads(SMALL, specs, folder=tmp_path, resume=True)
     (tmp_path / "heads.json").write_text("[]")
     with pytest.raises(InputError, match="not a table of heads"):
         bench_heads(SMALL, specs, folder=tmp_path, resume=True)
@@ -116,5 +124,9 @@ def test_what_cannot_be_built_is_refused_before_anything_is_measured(monkeypatch
     monkeypatch.setattr(_head_table, "measure", lambda spec, costs: pytest.fail("measured"))
     with pytest.raises(InputError, match="mos"):
         bench_heads(SMALL, ["linear", "moss"])
+    with pytest.raises(InputError, match="mos:k=1000000000000000000000"):
+        bench_heads(SMALL, ["mos:k=1000000000000000000000"])
+    with pytest.raises(InputError, match="nowhere_to_be_found cannot be imported"):
+        bench_heads(HeadCosts(imports=("nowhere_to_be_found",)))
     with pytest.raises(InputError, match="given twice"):
         check_specs(["linear", "linear"], SMALL)

@@ -41,3 +41,10 @@ def test_a_subclass_without_a_name_of_its_own_takes_none_away():
 
     assert Variant.names == heads.Linear.names
     assert heads.HEADS["linear"] is heads.Linear
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if hasattr(kind, "from_linear")])
+def test_a_start_from_what_is_more_than_a_matrix_is_refused(kind: Any) -> None:
+    for given in (heads.Sigsoftmax(4, 9), torch.nn.Embedding(9, 4)):
+        with pytest.raises(ValueError, match=f"takes an nn.Linear or a heads.Linear, got {type(given).__name__}"):
+            kind.from_linear(given)

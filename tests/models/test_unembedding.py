@@ -81,3 +81,11 @@ def test_to_moves_every_tensor(head):
 
 def test_the_representation_is_short(head):
     assert len(repr(head)) < 400
+
+
+def test_as_a_head_to_train_it_gives_the_same_scores_from_the_same_matrix(head, draw):
+    made, hidden = head.to_head(), draw(2, WIDTH)
+    torch.testing.assert_close(made(hidden).detach(), head.scores(hidden, padding=True))
+    assert made.weight.data_ptr() == head.weight.data_ptr()
+    assert made.weight.requires_grad
+    assert (made.out_features, made.softcap, made.scale) == (ROWS, 2.0, 0.5)

@@ -14,7 +14,7 @@ from unembed import diagnostics, integrations
 from unembed._audit._run import MEASUREMENTS, Run
 from unembed.heads import Head, Linear
 from unembed.models import check_vocabulary, tokens_of
-from unembed.results import Check, IntegrityError, Record, Result
+from unembed.results import Check, InputError, IntegrityError, Record, Result
 
 _JACOBIANS = 64  # predictions at which the Jacobian is taken, at most: a second each, and more at a large vocabulary
 
@@ -107,9 +107,12 @@ class HeadRun(Run):
         Raises:
             IntegrityError: If their log-probabilities differ by more than rounding.
         """
-        entered, scores = integrations.head_and_scores(model, tokenizer, self.text)
-        with torch.no_grad(), integrations.evaluating(model):
-            mine = head.log_prob(entered).double()
+        try:
+            entered, scores = integrations.head_and_scores(model, tokenizer, self.text)
+            with torch.no_grad(), integrations.evaluating(model):
+                mine = head.log_prob(entered).double()
+        except ValueError as error:  # what the head says of the shape
+            raise InputError(f"A {type(head).__name__} cannot stand as this model's output layer: {error}") from None
         theirs = scores.double().log_softmax(-1)
         out = mine == -torch.inf
         gap = torch.where(out & (theirs == -torch.inf), 0.0, mine - theirs)  # a class that both take out is no gap

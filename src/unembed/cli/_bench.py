@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--heads", metavar="A,B", help="heads to measure, as linear,mos:k=4,shared=False,adaptive (all)"
     )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="module to import first, that defines a head of yours; as often as needed",
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (cpu)")
     parser.add_argument("--rounds", type=whole(1), default=5, metavar="N", help="steps that are timed (5)")
@@ -48,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     from unembed.results import InputError
 
     check_writable(options.out)
+    started = time.time()
     costs = HeadCosts(
         tokens=options.tokens,
         dim=options.dim,
@@ -56,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
         device=str(resolve_device(options.device)),
         rounds=options.rounds,
         seed=options.seed,
+        imports=tuple(options.imports),
     )
     specs = None if options.heads is None else split_specs(options.heads)
     if specs == []:
@@ -63,8 +74,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         table = bench_heads(costs, specs, folder=options.out, resume=options.resume, progress=_announce)
     except KeyboardInterrupt:
+        path = options.out / "heads.json"
         left = f"what was measured is in {options.out}; the same command with --resume goes on"
-        raise KeyboardInterrupt(left if (options.out / "heads.json").exists() else "nothing was measured yet") from None
+        written = path.exists() and path.stat().st_mtime >= started
+        raise KeyboardInterrupt(left if written else "nothing was measured yet") from None
     _show(table, options.out)
     failed = [row["head"] for row in table["rows"] if "failed" in row]
     if failed:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unembed import ops
+from unembed.heads import Linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,12 +55,12 @@ class LinearHead:
     @classmethod
     def of(
         cls,
-        unembedding: Unembedding,
+        unembedding: Unembedding | Linear,
         *,
         weight: Float[Tensor, "V D"] | None = None,
         device: str | torch.device = "cpu",
     ) -> LinearHead:
-        """The head of a loaded `models.Unembedding`, in float32 or wider on `device`.
+        """The head of a loaded `models.Unembedding` or a `heads.Linear`, in float32 or wider on `device`.
 
         Args:
             unembedding: The loaded head.
@@ -68,6 +69,10 @@ class LinearHead:
         """
         weight = (unembedding.weight if weight is None else weight).detach().to(device)
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if isinstance(unembedding, Linear):
+            bias = None if unembedding.bias is None else unembedding.bias.to(device, weight.dtype)
+            eps = torch.finfo(unembedding.weight.dtype).eps
+            return cls(weight, bias, unembedding.softcap, unembedding.scale, noise_eps=eps)
         real = unembedding.real_rows
         bias = None if unembedding.bias is None else unembedding.bias.detach().to(device, weight.dtype)
         eps = torch.finfo(unembedding.weight.dtype).eps if unembedding.noise_eps is None else unembedding.noise_eps

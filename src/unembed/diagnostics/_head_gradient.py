@@ -67,6 +67,9 @@ class HeadGradient(Accumulator):
     head: Any  # a `Head`, where other measurements have a `LinearHead`
 
     def __init__(self, head: Head, *, every: int = 1, seed: int = 0) -> None:
+        if not isinstance(head, Head):
+            mend = "; wrap it: heads.Linear.from_linear(linear)" if isinstance(head, torch.nn.Linear) else ""
+            raise ValueError(f"`head` must be one of unembed.heads, got {type(head).__name__}{mend}.")
         if every < 1:
             raise ValueError(f"`every` must be at least 1, got {every}.")
         self.head = head
@@ -111,6 +114,9 @@ class HeadGradient(Accumulator):
         flat, flat_targets, shape = self.head.flattened(hidden, targets)
         ops.check_targets(flat_targets, self.head.out_features, -100)
         refuse_random(self.head)
+        bad = int((~torch.isfinite(flat)).flatten(1).any(1).sum())
+        if bad:
+            raise InputError(f"`hidden` holds NaN or infinity in {bad} of {len(flat)} predictions.")
         for name, given in (("documents", documents), ("index", index)):
             if given is not None and tuple(given.shape) != shape:
                 raise ValueError(f"Expected `{name}` {shape} like `targets`, got {tuple(given.shape)}.")

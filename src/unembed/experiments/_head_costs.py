@@ -6,6 +6,7 @@ Shapes: N tokens, T positions of a row, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import re
 import signal
@@ -43,6 +44,7 @@ class HeadCosts:
         device: Where.
         rounds: Steps that are timed, each beside one of the linear head.
         seed: Of parameters, hidden states and targets.
+        imports: Modules to import first, that define heads of your own.
     """
 
     tokens: int = 2048
@@ -52,6 +54,7 @@ class HeadCosts:
     device: str = "cpu"
     rounds: int = 5
     seed: int = 0
+    imports: tuple[str, ...] = ()
 
 
 def default_specs() -> list[str]:
@@ -73,8 +76,22 @@ def check_specs(specs: list[str], costs: HeadCosts) -> None:
             raise InputError(f"{spec} is given twice; name each head once.")
         try:
             heads.build(spec, costs.dim, costs.vocab, device="meta")
-        except ValueError as error:
-            raise InputError(f"{spec}: {error}" if spec not in str(error) else str(error)) from None
+        except (ValueError, RuntimeError, OverflowError, TypeError) as error:  # the last ones: a size no tensor has
+            said = str(error).partition("\n")[0]
+            raise InputError(said if spec in said else f"{spec}: {said}") from None
+
+
+def import_heads(costs: HeadCosts) -> None:
+    """Import the modules that define further heads.
+
+    Raises:
+        InputError: If there is no such module.
+    """
+    for name in costs.imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InputError(f"{name} cannot be imported ({error}); is its folder on PYTHONPATH?") from None
 
 
 def measure(spec: str, costs: HeadCosts) -> dict[str, Any]:
@@ -103,6 +120,7 @@ def measure(spec: str, costs: HeadCosts) -> dict[str, Any]:
 def _send(sender: Any, spec: str, costs: HeadCosts) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends this process
     try:
+        import_heads(costs)
         row = measure_here(spec, costs)
     except Exception as error:
         row = {"head": spec, "failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
@@ -152,8 +170,11 @@ def _step(spec: str, costs: HeadCosts) -> tuple[Callable[[], Tensor], heads.Head
     with torch.device(costs.device):
         head = heads.build(spec, costs.dim, costs.vocab, device=costs.device, dtype=dtype)
     shape = _shape(costs.tokens)
+    torch.manual_seed(costs.seed + 1)  # whatever the head has drawn, all see the same targets and like hidden states
     hidden = head.example_hidden(shape).to(costs.device, dtype).requires_grad_()
-    drawn = torch.multinomial(_law(costs.vocab).float(), costs.tokens, replacement=True)
+    generator = torch.Generator().manual_seed(costs.seed + 2)
+    uniform = torch.rand(costs.tokens, generator=generator, dtype=torch.float64)
+    drawn = torch.searchsorted(_law(costs.vocab).cumsum(0), uniform).clamp(max=costs.vocab - 1)
     targets = drawn.reshape(shape).to(costs.device)
     if isinstance(head, heads.MultiTokenPrediction):
         ahead = head.targets_of(targets)

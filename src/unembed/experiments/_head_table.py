@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from unembed._version import __version__
-from unembed.experiments._head_costs import HeadCosts, check_specs, default_specs, entropy, measure
+from unembed.experiments._head_costs import HeadCosts, check_specs, default_specs, entropy, import_heads, measure
 from unembed.results import InputError, replace_together
 
 FILE = "heads.json"
@@ -54,6 +54,7 @@ def bench_heads(
     Raises:
         InputError: If a head cannot be built, or `folder` holds a table with other options.
     """
+    import_heads(costs)
     specs = default_specs() if specs is None else list(specs)
     check_specs(specs, costs)
     table = _described(costs)
@@ -61,13 +62,13 @@ def bench_heads(
     rows: list[dict[str, Any]] = []
     for place, spec in enumerate(specs):
         if progress is not None:
-            progress(spec, place, len(specs))
-        rows.append(kept.get(spec) or measure(spec, costs))
-        if folder is not None:
-            save(table | {"rows": rows}, Path(folder))
+            progress(f"{spec} (kept)" if spec in kept else spec, place, len(specs))
+        rows.append(kept.pop(spec, None) or measure(spec, costs))
+        if folder is not None:  # what was measured before and is not asked for, or not yet, stays
+            save(table | {"rows": [*rows, *kept.values()]}, Path(folder))
     if progress is not None:
         progress("", len(specs), len(specs))
-    return table | {"rows": rows}
+    return table | {"rows": [*rows, *kept.values()]}
 
 
 def save(table: dict[str, Any], folder: Path) -> None:
@@ -89,8 +90,8 @@ def title(table: dict[str, Any]) -> str:
     return (
         f"N = {table['tokens']:,}, D = {table['dim']:,}, V = {table['vocab']:,}, {table['dtype']}, {table['machine']}, "
         f"{table['threads']} threads, torch {table['torch']}, {table['date']}. Medians of {table['rounds']} rounds, "
-        f"range of the ratio in brackets. Uniform guess {table['uniform']:.3f} nats, entropy of the targets' law "
-        f"{table['entropy']:.3f}."
+        "range of the ratio in brackets; that of `linear` to itself is noise. "
+        f"Uniform guess {table['uniform']:.3f} nats, entropy of the targets' law {table['entropy']:.3f}."
     )
 
 
@@ -113,11 +114,15 @@ def words(row: dict[str, Any]) -> list[str]:
 
 
 def _csv(table: dict[str, Any]) -> str:
-    names = list(dict.fromkeys(name for row in table["rows"] for name in row))
+    rows = []
+    for row in table["rows"]:
+        low, high = row.get("over_linear_range", ("", ""))
+        flat = {name: value for name, value in row.items() if name != "over_linear_range"}
+        rows.append(flat | {"over_linear_least": low, "over_linear_most": high})
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(table["rows"])
+    writer.writerows(rows)
     return text.getvalue()
 
 
@@ -128,7 +133,7 @@ def _described(costs: HeadCosts) -> dict[str, Any]:
         "machine": _machine(costs.device),
         "threads": torch.get_num_threads(),
         "date": datetime.now(UTC).date().isoformat(),
-        **dataclasses.asdict(costs),
+        **dataclasses.asdict(costs) | {"imports": list(costs.imports)},
         "entropy": entropy(costs.vocab),
         "uniform": math.log(costs.vocab),
     }
@@ -150,6 +155,8 @@ def _kept(folder: Path, table: dict[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         rows = {row["head"]: row for row in before["rows"] if "failed" not in row}
+        for row in rows.values():
+            words(row)
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}: not a table of heads; remove it, or give another folder.") from None
     free = ("date", "entropy", "uniform")

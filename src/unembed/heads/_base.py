@@ -269,12 +269,25 @@ def start_of(linear: Any, kind: type[Head]) -> tuple[Float[Tensor, "V D"], Float
     """Weight and bias for a head of another kind to start from; the scale of a `Linear` head goes into both.
 
     Raises:
-        ValueError: If the linear head has a soft-cap.
+        ValueError: If it is no linear layer or head, or has a soft-cap.
     """
+    check_linear(linear, kind)
     if getattr(linear, "softcap", None) is not None:
         raise ValueError(f"{kind.__name__} has no soft-cap, so it cannot start as a head with one.")
     scale, bias = getattr(linear, "scale", 1.0), linear.bias
     return linear.weight.detach() * scale, None if bias is None else bias.detach() * scale
+
+
+def check_linear(linear: Any, kind: type[Head]) -> None:
+    """Refuse to start from what is more than a matrix: a copy of that alone would be another distribution.
+
+    Raises:
+        ValueError: If it is neither an `nn.Linear` nor a `Linear` head.
+    """
+    if not isinstance(linear, nn.Linear) and getattr(type(linear), "names", ()) != ("linear",):
+        raise ValueError(
+            f"{kind.__name__}.from_linear takes an nn.Linear or a heads.Linear, got {type(linear).__name__}."
+        )
 
 
 def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:

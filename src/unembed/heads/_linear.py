@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, uniform_
+from unembed.heads._base import Head, check_linear, uniform_
 from unembed.heads._product import product
 
 
@@ -123,6 +123,7 @@ class Linear(Head):
     @classmethod
     def from_linear(cls, linear: nn.Linear | Linear) -> Self:
         """A copy of a linear layer as a head."""
+        check_linear(linear, cls)
         softcap, scale = getattr(linear, "softcap", None), getattr(linear, "scale", 1.0)
         weight = linear.weight
         head = cls(

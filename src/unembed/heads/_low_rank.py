@@ -17,6 +17,7 @@ from unembed import ops
 from unembed.heads._base import Head, start_of, uniform_
 from unembed.heads._product import product
 
+_RESOLVED = 1e-5  # of the largest singular value, above which a float64 Gram matrix keeps 6 digits
 _BLOCK = 1 << 20  # numbers of `W` in float64 at once while it is factorised
 
 
@@ -169,8 +170,8 @@ class LowRank(Head):
 
     def _fit(self, weight: Float[Tensor, "V D"]) -> float:
         """Make A B the best fit of W; its relative error."""
-        values, right = _right_singular(weight)
-        kept = min(self.rank, len(values))
+        kept = min(self.rank, *weight.shape)
+        values, right = _right_singular(weight, kept)
         root = values[:kept].sqrt()
         share = torch.where(root > 0, 1 / torch.where(root > 0, root, 1.0), 0.0)
         self.weight.zero_()  # what is left over of a rank above D adds nothing, and can learn: its B is drawn
@@ -191,13 +192,21 @@ class LowRank(Head):
         ]
 
 
-def _right_singular(weight: Float[Tensor, "V D"]) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
+def _right_singular(weight: Float[Tensor, "V D"], kept: int) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
     """Singular values of W and its right singular vectors, one a column, in float64.
 
-    By a QR that runs over blocks of rows: a Gram matrix would square the condition number, and nothing here is larger
-    than a block.
+    Nothing here is larger than a block of rows. A Gram matrix squares the condition number, so where one of the `kept`
+    values is too small for that, a QR over the blocks takes its place; it costs ten times as much.
     """
     step = max(weight.shape[1], _BLOCK // weight.shape[1])
+    gram = weight.new_zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
+    for block in weight.split(step):
+        wide = block.double()
+        gram.addmm_(wide.T, wide)
+    squares, right = torch.linalg.eigh(gram)
+    values = squares.clamp(min=0).sqrt().flip(0)
+    if values[kept - 1] > _RESOLVED * values[0]:
+        return values, right.flip(1)
     upper = ops.thin_r(block.double() for block in weight.split(step))
     _, values, right = torch.linalg.svd(upper, full_matrices=False)
     return values, right.T

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unembed.heads import Linear
 from unembed.models import _checks as checks
 from unembed.models._norm import FinalNorm
 from unembed.models._parts import Kind, Parts
@@ -167,6 +168,15 @@ class Unembedding:
         rows = self.vocab_rows if padding else self.real_rows
         bias = None if self.bias is None else self.bias[:rows]
         return linear_scores(hidden, self.weight[:rows], bias=bias, softcap=self.softcap, scale=self.scale)
+
+    def to_head(self) -> Linear:
+        """As a head to train or to start others from; shares the matrix, padding rows included, and not the norm."""
+        options = {"bias": self.bias is not None, "softcap": self.softcap, "scale": self.scale}
+        head = Linear(self.in_features, self.vocab_rows, device="meta", **options)
+        head.weight = nn.Parameter(self.weight)
+        if self.bias is not None:
+            head.bias = nn.Parameter(self.bias)
+        return head
 
     def to(self, device: str | torch.device) -> Unembedding:
         """The same head with its tensors on `device`."""
