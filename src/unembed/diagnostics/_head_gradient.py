@@ -66,7 +66,7 @@ class HeadGradient(Accumulator):
     settings = ("_every", "_seed")
     head: Any  # a `Head`, where other measurements have a `LinearHead`
 
-    def __init__(self, head: Head, *, every: int = 1, seed: int = 0) -> None:
+    def __init__(self, head: Any, *, every: int = 1, seed: int = 0) -> None:
         if not isinstance(head, Head):
             mend = "; wrap it: heads.Linear.from_linear(linear)" if isinstance(head, torch.nn.Linear) else ""
             raise ValueError(f"`head` must be one of unembed.heads, got {type(head).__name__}{mend}.")
