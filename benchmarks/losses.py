@@ -140,15 +140,16 @@ def errors(run: Step, upstream: Tensor, size: tuple[int, int, int], dtype: str) 
     return f"{abs(float(loss) - float(exact)) / float(exact):.0e}, {gaps[0]:.1e}, {gaps[1]:.1e}"
 
 
-def linear_table(rounds: int, size: tuple[int, int, int]) -> list[str]:
+def linear_table(rounds: int, size: tuple[int, int, int], skip: list[str]) -> list[str]:
     """One row a contestant, for every dtype."""
     rows = []
+    contestants = {name: make for name, make in CONTESTANTS.items() if name not in skip}
     for dtype in DTYPES:
-        runs = {name: make(*size, dtype) for name, make in CONTESTANTS.items()}
+        runs = {name: make(*size, dtype) for name, make in contestants.items()}
         for run in runs.values():
             run()
         times = in_turns(runs, rounds=rounds)
-        for name, make in CONTESTANTS.items():
+        for name, make in contestants.items():
             ratio = median_ratio(times, name, "floor: three products")
             memory = "" if make is floor else f"{peak_megabytes(_warm, name, *size, dtype):.0f} MB"
             run = runs[name]
@@ -160,7 +161,8 @@ def linear_table(rounds: int, size: tuple[int, int, int]) -> list[str]:
             )
             print(rows[-1], flush=True)
     head = ["| dtype | | time | over the floor | memory added | errors: loss, dH, dW |", "|---|---|---|---|---|---|"]
-    return [*head, *rows]
+    missing = ["", f"Not run: {', '.join(skip)}."] if skip else []
+    return [*head, *rows, *missing]
 
 
 def _warm(name: str, n: int, d: int, v: int, dtype: str) -> Run:
@@ -369,6 +371,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["linear", "mixture", "structured", "statistics"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 3], help="which sizes of the linear table")
+    parser.add_argument("--skip", nargs="+", default=[], choices=CONTESTANTS, help="contestants of the linear table")
     options = parser.parse_args()
     tables = {
         "mixture": ("Mixture of softmaxes: loss and all gradients", mixture_table),
@@ -378,7 +381,7 @@ def main() -> None:
     for number in options.sizes:
         size = SIZES[number - 1]
         title = f"Linear head: loss and both gradients, N, D, V = {size}"
-        tables[f"linear-{number}"] = (title, functools.partial(linear_table, size=size))
+        tables[f"linear-{number}"] = (title, functools.partial(linear_table, size=size, skip=options.skip))
     for name, (title, make) in tables.items():
         if options.only not in (None, name.partition("-")[0]):
             continue

@@ -19,6 +19,7 @@ from unembed.ops._rows import evaluate
 
 _SCORES_CPU = 22 << 20  # alive at once: 88 MiB in float32; each chunk packs the matrix anew, so few of them
 _SCORES_GPU = 1 << 27
+LEAST_ROWS = 128  # of a linear head: a chunk adds up a gradient as large as the matrix, so not too many of them
 
 
 def _reference(
@@ -103,7 +104,7 @@ def linear_terms(
         ignore_index=ignore_index,
         spread=spread,
     )
-    rows = chunk_rows(len(shared[0]), hidden.device, chunk)
+    rows = chunk_rows(len(shared[0]), hidden.device, chunk, least=LEAST_ROWS)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long())
     outputs, _ = evaluate(LinearTerms(options, rows), flat, shared)
     return tuple(term.reshape(targets.shape) for term in outputs)
@@ -151,7 +152,7 @@ def linear_loss(
         ignore_index=ignore_index,
         spread=spread,
     )
-    rows = chunk_rows(len(shared[0]), hidden.device, chunk)
+    rows = chunk_rows(len(shared[0]), hidden.device, chunk, least=LEAST_ROWS)
     tokens = (hidden, targets.long(), coefficients)
     asked = (requiring(tokens), (*requiring(shared[: 1 + options.biased]), *(False,) * options.spread))
     _, (total,) = evaluate(LinearLoss(options, rows, asked), tokens, shared)
@@ -163,8 +164,8 @@ def requiring(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors)
 
 
-def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = None) -> int:
-    """Tokens a chunk: `chunk`, or as many as keep the scores alive at once in bounds.
+def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = None, *, least: int = 1) -> int:
+    """Tokens a chunk: `chunk`, or as many as keep the scores alive at once in bounds, but `least` in any case.
 
     Raises:
         ValueError: If `chunk` is not positive.
@@ -174,7 +175,7 @@ def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = 
             raise ValueError(f"`chunk` must be at least 1, got {chunk}.")
         return chunk
     budget = _SCORES_CPU if device.type == "cpu" else _SCORES_GPU
-    return max(1, budget // scores_per_token)
+    return max(least, budget // scores_per_token)
 
 
 def check_targets(targets: Tensor, classes: int, ignore_index: int | None, *, name: str = "targets") -> None:

@@ -23,7 +23,7 @@ _CACHED = 1 << 19  # scores in a piece on a CPU: 2 MiB in float32
 
 
 _held = threading.local()  # the last scores memory of a thread, so that a training loop need not fault it in each step
-_HOLD = 96 << 20  # bytes kept at most
+_HOLD = 144 << 20  # bytes kept at most: the scores of the fewest rows at V = 262,144
 
 
 def _is_held(device: torch.device) -> bool:
