@@ -14,8 +14,9 @@ import torch
 from tests.test_audit import _assert_same_numbers
 
 import unembed
+from unembed import losses, ops
 from unembed.diagnostics import Gradient, HeadGradient, LinearHead
-from unembed.heads import MixtureOfSoftmaxes
+from unembed.heads import Entmax, MixtureOfSoftmaxes
 from unembed.integrations import hidden_states
 from unembed.results import Record
 from unembed.text import read_topics
@@ -129,3 +130,20 @@ def test_a_mixture_that_starts_as_the_head_passes_what_the_head_passes(opened):
     assert found["rank"] == found["rank_least"] == expected["rank"]
     assert found["kept"] == pytest.approx(expected["kept"], rel=1e-4)
     assert found["ratio"] == pytest.approx(expected["ratio"], rel=1e-4)
+
+
+def test_the_entmax_head_of_a_real_matrix_streams_to_the_loss_and_gradient_of_its_scores(opened):
+    """V = 262,144; most probabilities are exactly 0 at alpha = 1.5, and the gradient is `p - e_y`."""
+    model, tokenizer = opened
+    block = next(hidden_states(model, tokenizer, read_topics(), tokens=64))
+    hidden, targets = block.hidden.float().requires_grad_(), block.targets
+    head = Entmax.from_linear(model.get_output_embeddings(), alpha=1.5).requires_grad_(False)
+    loss = losses.fenchel_young(head, hidden, targets, reduction="none")
+    scores = hidden.detach().double() @ head.weight.double().T
+    right = ops.fenchel_young(scores, targets, 1.5)
+    assert torch.allclose(loss.detach().double(), right, rtol=1e-5, atol=1e-5)
+    p = ops.entmax(scores, 1.5)
+    assert int((p > 0).sum(1).median()) < 2000
+    slope = (p - torch.nn.functional.one_hot(targets, p.shape[1])) @ head.weight.double()
+    (found,) = torch.autograd.grad(loss.sum(), hidden)
+    assert (found.double() - slope).norm() < 1e-4 * slope.norm()

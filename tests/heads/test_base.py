@@ -20,7 +20,10 @@ KINDS = list(dict.fromkeys(heads.HEADS.values()))
 def test_shapes_and_dtypes_of_losses_on_the_meta_device_are_the_real_ones(given: Any) -> None:
     def losses_of(head: heads.Head, hidden: torch.Tensor) -> list[torch.Tensor]:
         targets = torch.zeros(head.tokens_shape(hidden), dtype=torch.int64, device=hidden.device)
-        options = {"label_smoothing": 0.1, "token_weight": torch.ones_like(targets, dtype=torch.float32)}
+        options = {
+            "label_smoothing": 0.0 if head.sparse else 0.1,
+            "token_weight": torch.ones_like(targets, dtype=torch.float32),
+        }
         found = [head.nll(hidden, targets), losses.cross_entropy(head, hidden, targets)]
         found += [losses.cross_entropy(head, hidden, targets, reduction=name, **options) for name in ("none", "sum")]
         if targets.ndim > 1:
@@ -48,3 +51,9 @@ def test_a_start_from_what_is_more_than_a_matrix_is_refused(kind: Any) -> None:
     for given in (heads.Sigsoftmax(4, 9), torch.nn.Embedding(9, 4)):
         with pytest.raises(ValueError, match=f"takes an nn.Linear or a heads.Linear, got {type(given).__name__}"):
             kind.from_linear(given)
+
+
+def test_cost_counts_the_tokens_of_a_chunk_that_the_loss_takes():
+    few, many = heads.Linear(8, 262144, device="meta"), heads.Linear(8, 1 << 22, device="meta")
+    assert few.cost(1024).peak_bytes == 4 * (8 * 262144 + 128 * 262144)
+    assert many.cost(1024).peak_bytes == 4 * (8 << 22) + 4 * 11 * (1 << 22)  # within twice the bounds

@@ -54,7 +54,7 @@ def test_every_head_computes_in_the_wider_dtype(given: Any, of_hidden: torch.dty
         for one, states in ((head, hidden), (same, hidden.to(wide)))
     ]
     assert torch.equal(*drawn)
-    for smoothing in (0.0, 0.1):
+    for smoothing in (0.0,) if head.sparse else (0.0, 0.1):
         found = _gradients(head, hidden.clone().requires_grad_(), targets, smoothing)
         want = _gradients(same, hidden.to(wide).requires_grad_(), targets, smoothing)
         of = [found[0], hidden, *head.parameters()]

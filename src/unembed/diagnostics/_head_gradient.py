@@ -70,6 +70,11 @@ class HeadGradient(Accumulator):
         if not isinstance(head, Head):
             mend = "; wrap it: heads.Linear.from_linear(linear)" if isinstance(head, torch.nn.Linear) else ""
             raise ValueError(f"`head` must be one of unembed.heads, got {type(head).__name__}{mend}.")
+        if head.sparse:
+            raise ValueError(
+                f"{type(head).__name__} gives exact zeros, whose logarithms have no gradient: measure its scores, as "
+                "those of a heads.Linear with the same weight."
+            )
         if every < 1:
             raise ValueError(f"`every` must be at least 1, got {every}.")
         self.head = head

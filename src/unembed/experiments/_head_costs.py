@@ -182,9 +182,10 @@ def _step(spec: str, costs: HeadCosts) -> tuple[Callable[[], Tensor], heads.Head
         def loss() -> Tensor:
             return head.joint_loss(hidden, ahead)
     else:
+        training = losses.fenchel_young if isinstance(head, heads.Entmax) else losses.cross_entropy
 
         def loss() -> Tensor:
-            return losses.cross_entropy(head, hidden, targets)
+            return training(head, hidden, targets)
 
     def run() -> Tensor:
         hidden.grad = None
@@ -195,6 +196,8 @@ def _step(spec: str, costs: HeadCosts) -> tuple[Callable[[], Tensor], heads.Head
 
     def at_init() -> float:
         with torch.no_grad():
+            if isinstance(head, heads.Entmax):  # its negative log-likelihood is infinite outside the support
+                return float(losses.fenchel_young(head, hidden, targets))
             return float(head.nll(hidden, targets).mean())
 
     return run, head, at_init

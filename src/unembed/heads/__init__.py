@@ -11,6 +11,7 @@ from unembed.heads._adaptive import AdaptiveSoftmax
 from unembed.heads._base import HEADS, Cost, Head
 from unembed.heads._build import build, load, save
 from unembed.heads._direct_output import DirectOutputConnection
+from unembed.heads._entmax import Entmax
 from unembed.heads._hierarchical import HierarchicalSoftmax
 from unembed.heads._linear import Linear
 from unembed.heads._low_rank import LowRank
@@ -26,6 +27,7 @@ __all__ = [
     "AdaptiveSoftmax",
     "Cost",
     "DirectOutputConnection",
+    "Entmax",
     "Head",
     "HierarchicalSoftmax",
     "Linear",

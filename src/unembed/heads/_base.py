@@ -88,10 +88,17 @@ class Head(nn.Module):
         """Bound on the rank of the log-probability matrix, None where there is none below V."""
         return None
 
+    @property
+    def sparse(self) -> bool:
+        """Whether which classes have probability 0 depends on the hidden state."""
+        return False
+
     def real_classes(self) -> Tensor | None:
         """Which classes can have a probability, None for all: a bias of `-inf` takes one out."""
         bias = getattr(self, "bias", None)
         return None if bias is None else bias.detach() != -torch.inf
+
+    least_rows: ClassVar[int] = 1  # tokens of a chunk at least, where its loss is made of chunks
 
     @property
     def alive(self) -> int:
@@ -204,7 +211,7 @@ class Head(nn.Module):
         per_token = self.flops()
         size = sum(parameter.numel() for parameter in self.parameters())
         itemsize = next(iter(self.parameters())).element_size()
-        rows = min(tokens, chunk_rows(self.alive, torch.device("cpu")))
+        rows = min(tokens, chunk_rows(self.alive, torch.device("cpu"), least=self.least_rows))
         return Cost(
             parameters=size,
             forward_flops=tokens * per_token,

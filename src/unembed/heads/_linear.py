@@ -28,6 +28,7 @@ class Linear(Head):
     """
 
     names = ("linear",)
+    least_rows = ops.LEAST_ROWS
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class Sigsoftmax(Head):
     """
 
     names = ("sigsoftmax",)
+    least_rows = ops.LEAST_ROWS
 
     def __init__(
         self,

@@ -59,6 +59,11 @@ def cross_entropy(
         ValueError: If an option is out of range, shapes do not fit, or a target is no class.
     """
     check_is_head(head)
+    if label_smoothing and getattr(head, "sparse", False):
+        raise ValueError(
+            f"`label_smoothing` goes to classes that can have a probability, and those of {type(head).__name__} change "
+            "from token to token; leave it at 0, or see losses.fenchel_young."
+        )
     _check(reduction, label_smoothing, z_loss, when_empty)
     aligned = Alignment(head.tokens_shape(hidden), shift, document_ids)
     aligned.check(targets=targets, token_weight=token_weight)

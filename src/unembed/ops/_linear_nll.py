@@ -165,7 +165,9 @@ def requiring(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
 
 
 def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = None, *, least: int = 1) -> int:
-    """Tokens a chunk: `chunk`, or as many as keep the scores alive at once in bounds, but `least` in any case.
+    """Tokens a chunk: `chunk`, or as many as keep the scores alive at once in bounds.
+
+    At least `least`, if that is within twice the bounds.
 
     Raises:
         ValueError: If `chunk` is not positive.
@@ -175,7 +177,7 @@ def chunk_rows(scores_per_token: int, device: torch.device, chunk: int | None = 
             raise ValueError(f"`chunk` must be at least 1, got {chunk}.")
         return chunk
     budget = _SCORES_CPU if device.type == "cpu" else _SCORES_GPU
-    return max(least, budget // scores_per_token)
+    return max(1, min(least, 2 * budget // scores_per_token), budget // scores_per_token)
 
 
 def check_targets(targets: Tensor, classes: int, ignore_index: int | None, *, name: str = "targets") -> None:

@@ -213,29 +213,55 @@ class Sums:
         self._first = True
         self.bias = hidden.new_zeros(vocab, dtype=work.wide) if wanted[2] else None
 
-    def add(self, rows: slice, matrix: Tensor, factor: Tensor, on_target: Tensor, targets: Tensor) -> None:
+    def add(
+        self,
+        rows: slice,
+        matrix: Tensor,
+        factor: Tensor,
+        on_target: Tensor,
+        targets: Tensor,
+        *,
+        columns: Tensor | None = None,
+    ) -> None:
         """One chunk: E in the dtype of the products, c, t and y of its rows.
 
         The factor goes to the small side of each product, so E is never multiplied through.
+
+        Args:
+            rows: Of the chunk.
+            matrix: E.
+            factor: c.
+            on_target: t.
+            targets: y.
+            columns: Classes where E is not 0; all when None.
         """
         work = self._work
         factor, on_target = factor * work.options.scale, on_target * work.options.scale
         hidden = self._hidden[rows].to(work.wide)
+        matrix = matrix if columns is None else matrix.index_select(1, columns)
         if self.hidden is not None:
-            part = (matrix @ work.weight).to(work.wide).mul_(factor[:, None])
+            others = work.weight if columns is None else work.weight.index_select(0, columns)
+            part = (matrix @ others).to(work.wide).mul_(factor[:, None])
             own_rows = work.weight.index_select(0, targets).to(work.wide)
             self.hidden[rows] = part.addcmul_(on_target[:, None], own_rows)
         if self.weight is not None:
-            self._add_weight(matrix, factor, hidden)
+            self._add_weight(matrix, factor, hidden, columns)
             self.weight.index_add_(0, targets, on_target[:, None] * hidden)
         if self.bias is not None:
-            self.bias.add_(torch.mv(matrix.T.to(work.wide), factor))
+            on_bias = torch.mv(matrix.T.to(work.wide), factor)
+            self.bias.add_(on_bias) if columns is None else self.bias.index_add_(0, columns, on_bias)
             self.bias.index_add_(0, targets, on_target)
 
-    def _add_weight(self, matrix: Tensor, factor: Tensor, hidden: Tensor) -> None:
+    def _add_weight(self, matrix: Tensor, factor: Tensor, hidden: Tensor, columns: Tensor | None) -> None:
         work, total = self._work, self.weight
         assert total is not None
         first, self._first = self._first, False
+        if columns is not None:
+            if first:
+                total.zero_()
+            # Low-precision numbers are widened: there are few of them.
+            total.index_add_(0, columns, matrix.T.to(work.wide) @ (factor[:, None] * hidden))
+            return
         if work.dtype == work.wide:
             torch.addmm(total, matrix.T, factor[:, None] * hidden, beta=0 if first else 1, out=total)
             return

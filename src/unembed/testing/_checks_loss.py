@@ -31,7 +31,7 @@ def _expected(head: Any, hidden: Tensor, targets: Tensor, options: dict[str, Any
     zeta, smoothing = options.get("z_loss", 0.0), options.get("label_smoothing", 0.0)
     found = log_prob(head, hidden).flatten(0, -2)
     flat, counts = targets.flatten(), targets.flatten() != -100
-    real = found.detach().isfinite().all(0)
+    real = found.detach().isfinite().all(0) if smoothing else torch.ones_like(found[0], dtype=torch.bool)
     place = real.cumsum(0) - 1
     inside = torch.where(counts, place[torch.where(counts, flat, 0)], -100)
     kept = None if weight is None else weight[real]
@@ -66,10 +66,11 @@ def cross_entropy(case: Case) -> None:
     class_weight = torch.rand(case.classes, **like) + 0.5
     token_weight = torch.rand(targets.shape, **like) + 0.5
     zeta = 0.0 if head.normalised else 0.01
-    switches = itertools.product((0.0, 0.1), (None, class_weight), (None, token_weight), {0.0, zeta})
+    smoothings = (0.0,) if getattr(head, "sparse", False) else (0.0, 0.1)
+    switches = itertools.product(smoothings, (None, class_weight), (None, token_weight), {0.0, zeta})
     for place, (smoothing, weight, factor, pull) in enumerate(switches):
         # Each combination with one reduction in turn, the richest with all.
-        everything = smoothing and weight is not None and factor is not None and pull == zeta
+        everything = smoothing == smoothings[-1] and weight is not None and factor is not None and pull == zeta
         for reduction in ("mean", "sum", "none") if everything else (("mean", "sum", "none")[place % 3],):
             options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": pull}
             options |= {"class_weight": weight, "token_weight": factor}
@@ -80,6 +81,8 @@ def cross_entropy(case: Case) -> None:
 def smoothing_real(case: Case) -> None:
     """Label smoothing is spread over the classes that can have a probability."""
     takes_cross_entropy(case)
+    if getattr(case.given, "sparse", False):
+        raise NotApplicableError("which classes can have a probability changes from token to token (`sparse`)")
     needs_bias(case)
     head, hidden = without(case, torch.float64, (0, case.classes - 1)), case.hidden(dtype=torch.float64)
     targets = torch.ones_like(case.targets(head, hidden))
@@ -101,7 +104,8 @@ def empty_batch(case: Case) -> None:
     if case.tokens(head, nothing) == (0, *targets.shape[1:]):
         pairs.append((nothing, targets[:0]))
     for some, ignored in pairs:
-        choices: list[dict[str, Any]] = [{"reduction": "mean"}, {"reduction": "sum"}, {"label_smoothing": 0.1}]
+        choices: list[dict[str, Any]] = [{"reduction": "mean"}, {"reduction": "sum"}]
+        choices += [] if getattr(head, "sparse", False) else [{"label_smoothing": 0.1}]
         for options in choices:
             got, found = gradients(head, some, ignored, partial(losses.cross_entropy, **options))
             close(got, torch.zeros_like(got), 0.0, f"loss of {ignored.numel()} ignored tokens, {options}")
