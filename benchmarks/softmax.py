@@ -162,12 +162,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["entmax", "entmax-loss"])
+    parser.add_argument("--skip", nargs="+", default=[], choices=FUNCTIONS, help="functions not to run")
     options = parser.parse_args()
-    names, note = list(FUNCTIONS), ""
+    names, note = [name for name in FUNCTIONS if name not in options.skip], ""
+    if options.skip:
+        note = f" Not run: {', '.join(options.skip)}."
     try:
         import entmax  # noqa: F401
     except ImportError:
-        names, note = [name for name in names if not name.startswith("entmax 1.3")], " entmax 1.3 is not installed."
+        names = [name for name in names if not name.startswith("entmax 1.3")]
+        note += " entmax 1.3 is not installed."
     tables = {
         "entmax": (f"Sparsemax and entmax of scores {SHAPE}, float32", entmax_table),
         "entmax-loss": ("The loss of the Entmax head: forward and all gradients", loss_table),

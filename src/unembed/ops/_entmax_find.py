@@ -26,7 +26,7 @@ _CACHED = 1 << 19  # scores of a piece
 _BOUND_STEPS = 5
 _STEPS = 40  # more than any row needs: a step divides the product of excess and slope by 4 at least
 _EXACT = 1e-14
-_FINISH = 12  # steps with a threshold in two parts; one is enough unless many scores lie within its rounding
+_FINISH = 12  # steps with a threshold in two parts, for many scores within its rounding
 _WHOLE, _MOST = 1e-9, 16  # how near to a whole number an exponent counts as one; largest that is made of products
 
 
@@ -254,6 +254,7 @@ def _ragged(scores: Tensor, rows: Tensor, centre: Tensor, epsilon: float) -> Ten
 def _dense(x: Tensor, peak: Tensor, bound: Tensor, epsilon: float) -> Tensor:
     """The root c from all scores, a piece at a time; the last step with a threshold in two parts."""
     centre, close = bound.double(), max(torch.finfo(x.dtype).eps / 8, _EXACT)
+    steps = _FINISH if epsilon > 0.5 else 1  # p of a class at the threshold goes smoothly to 0 up to alpha = 1.5
     for part in pieces(x):
         relative, c = x[part] - peak[part], bound[part]
         memory = torch.empty_like(relative)
@@ -264,10 +265,10 @@ def _dense(x: Tensor, peak: Tensor, bound: Tensor, epsilon: float) -> Tensor:
             if not bool((step.abs() > 4 * torch.finfo(c.dtype).eps * (1 + c.abs())).any()):
                 break
         found = centre[part].copy_(c)
-        for _ in range(_FINISH):
+        for _ in range(steps):
             base = shifted(x[part], peak[part], found, epsilon, out=memory).clamp_(min=0)
-            total, slope = _sums(base, epsilon, dtype=torch.float64)
-            found.add_(_step(total, slope, epsilon))
+            total, slope = _sums(base, epsilon, dtype=torch.float64 if steps > 1 else None)
+            found.add_(_step(total.double(), slope.double(), epsilon))
             if not bool((((total - 1).abs() > close) & (total > 0)).any()):
                 break
     return centre
