@@ -59,7 +59,7 @@ def cross_entropy(
         ValueError: If an option is out of range, shapes do not fit, or a target is no class.
     """
     check_is_head(head)
-    if label_smoothing and getattr(head, "sparse", False):
+    if label_smoothing and head.sparse:
         raise ValueError(
             f"`label_smoothing` goes to classes that can have a probability, and those of {type(head).__name__} change "
             "from token to token; leave it at 0, or see losses.fenchel_young."

@@ -76,7 +76,7 @@ def fenchel_young(
 def loss_rows(
     x: Float[Tensor, "n V"], targets: Int[Tensor, " n"], alpha: float | Tensor, ignore_index: int
 ) -> Float[Tensor, " n"]:
-    """The definition, with derivatives of every order; float32 or wider.
+    """The definition, with derivatives exact up to the third order; float32 or wider.
 
     Args:
         x: Scores.
@@ -91,9 +91,8 @@ def loss_rows(
     peak = x.detach().amax(1, keepdim=True)
     own = x.gather(1, torch.where(counts, targets, 0)[:, None]) - torch.where(peak == -torch.inf, 0.0, peak)
     loss = centre - own - tsallis(p, alpha)  # infinite for a target of -inf, with the gradient p - e_y all the same
-    loss = torch.where(
-        peak == -torch.inf, torch.inf, loss - loss.detach().clamp(max=0)
-    )  # rounding may leave it below 0
+    loss = loss - loss.detach().clamp(max=0)  # rounding may leave it below 0
+    loss = torch.where(peak == -torch.inf, torch.inf, loss)
     return torch.where(counts, loss[:, 0], 0.0).to(dtype)
 
 
@@ -127,7 +126,7 @@ class _Losses(Rows):
         return (loss.masked_fill_(tokens[-1] == self.ignore_index, 0.0),), (), ()
 
     def fast(self, tokens: Tensors, shared: Tensors) -> float | None:
-        """Alpha - 1 where the fast search holds."""
+        """The epsilon, alpha - 1, where the fast search holds."""
         alpha = None if len(tokens) > 2 else self.alpha if self.alpha is not None else float(shared[0])
         return fast_epsilon(alpha, tokens[0].device)
 

@@ -1,4 +1,4 @@
-r"""alpha-entmax and its Fenchel-Young loss as definitions, with derivatives of every order.
+r"""alpha-entmax and its Fenchel-Young loss as definitions, with derivatives exact up to the third order.
 
 With $\epsilon = \alpha - 1$ every formula is written in the centred form
 
