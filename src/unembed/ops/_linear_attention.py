@@ -238,5 +238,4 @@ def _moved(sums: Tensor, old: Tensor, new: Tensor) -> Tensor:
 def _ratio(both: Tensor) -> Tensor:
     """Numerator over denominator, 0 where no weight is."""
     total = both[..., -1:]
-    empty = total == 0
-    return torch.where(empty, 0.0, both[..., :-1] / torch.where(empty, 1.0, total))
+    return both[..., :-1] / torch.where(total == 0, torch.inf, total)
