@@ -79,7 +79,9 @@ def test_options_survive_the_disk_and_bad_ones_are_refused(tmp_path):
     back = heads.load(tmp_path / "head")
     assert isinstance(back, heads.Entmax)
     assert back.alpha == 1.3
-    with pytest.raises(ValueError, match="`alpha` must be at least 1"):
+    with pytest.raises(ValueError, match=r"`alpha` must lie in \[1, 2\.5\]"):
         heads.Entmax(5, 30, alpha=0.9)
+    with pytest.raises(ValueError, match="`alpha` must be a number here"):
+        heads.Entmax(5, 30, alpha=torch.tensor(1.5))
     with pytest.raises(ValueError, match="soft-cap"):
         heads.Entmax.from_linear(heads.Linear(5, 30, softcap=3.0))

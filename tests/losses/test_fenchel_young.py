@@ -100,7 +100,7 @@ def test_what_it_refuses_in_one_line():
     head, hidden, targets = _case("linear")
     with pytest.raises(ValueError, match="Linear has no `alpha` of its own"):
         losses.fenchel_young(head, hidden, targets)
-    with pytest.raises(ValueError, match="`alpha` must be at least 1"):
+    with pytest.raises(ValueError, match=r"`alpha` must lie in \[1, 2\.5\]"):
         losses.fenchel_young(head, hidden, targets, alpha=0.5)
     with pytest.raises(ValueError, match="`reduction` must be"):
         losses.fenchel_young(head, hidden, targets, alpha=1.5, reduction="avg")

@@ -275,11 +275,11 @@ def test_bad_arguments_are_named():
     for temperature in (-1.0, math.nan, torch.tensor(-1.0), torch.tensor([[1.0], [torch.nan], [0.0]])):
         with pytest.raises(ValueError, match="`temperature` must be at least 0"):
             softmax(x, temperature=temperature)
-    with pytest.raises(ValueError, match=r"`temperature` must have size 1 along dimension -1 .*got \(1, 4\)"):
+    with pytest.raises(ValueError, match=r"`temperature` must be a number, .* size 1 along dimension -1, got \(1, 4\)"):
         softmax(x, temperature=torch.ones(4))
     with pytest.raises(ValueError, match=r"`temperature` of shape \(2, 1\) does not broadcast"):
         softmax(x, temperature=torch.ones(2, 1))
-    with pytest.raises(ValueError, match="`temperature` must have size 1"):
+    with pytest.raises(ValueError, match="`temperature` must be a number, or broadcast"):
         softmax(x, temperature=torch.ones(1, 3, 1))
     with pytest.raises(ValueError, match=r"`mask` of shape \(3, 5\) does not broadcast"):
         softmax(x, mask=torch.ones(3, 5, dtype=torch.bool))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unembed import heads
+from unembed import heads, ops
 from unembed.testing import CHECKS, HeadError, Outcome, check_head
 from unembed.testing._checks_decode import SIGNIFICANCE, chi_square
 
@@ -314,6 +314,55 @@ class SameDraws(Plain):
         return super().sample(hidden, generator=torch.Generator().manual_seed(3))
 
 
+class Seeded(Plain):
+    """Right, with seeds."""
+
+    def sample(
+        self, hidden: Tensor, *, generator: torch.Generator | None = None, seeds: Any = None, positions: Any = None
+    ) -> Tensor:
+        flat = self.log_prob(hidden).reshape(-1, self.out_features)
+        noise = ops.Noise.of(len(flat), flat.device, seeds=seeds, positions=positions, generator=generator)
+        return ops.draw(flat, noise()).reshape(hidden.shape[:-1])
+
+
+@fails("sample_seeds", says="is another than with all others")
+class FollowsItsRow(Seeded):
+    def sample(self, hidden: Tensor, *, seeds: Any = None, **options: Any) -> Tensor:
+        return super().sample(hidden, seeds=None if seeds is None else torch.arange(len(seeds)), **options)
+
+
+@fails("sample_seeds", says="another position gives the same draws")
+class ForgetsPositions(Seeded):
+    def sample(self, hidden: Tensor, *, seeds: Any = None, positions: Any = None, **options: Any) -> Tensor:
+        return super().sample(hidden, seeds=seeds, **options)
+
+
+@fails("sample_seeds", says="chi-square p")
+class WarmSeeds(Seeded):
+    def sample(self, hidden: Tensor, *, seeds: Any = None, **options: Any) -> Tensor:
+        return super().sample(hidden if seeds is None else hidden / 1.05, seeds=seeds, **options)
+
+
+@fails("sample_seeds", says="expected a ValueError, got draws")
+class PrefersSeeds(Seeded):
+    def sample(
+        self, hidden: Tensor, *, generator: torch.Generator | None = None, seeds: Any = None, **options: Any
+    ) -> Tensor:
+        return super().sample(hidden, generator=generator if seeds is None else None, seeds=seeds, **options)
+
+
+@fails("topk", says="values of topk, k=1")
+class NarrowSearch(Plain):
+    """Keeps the better half of the classes: right wherever the best lie there."""
+
+    def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, indices = super().topk(hidden, k)
+        half = self.log_prob(hidden)[..., : self.out_features // 2].topk(1)
+        if k > 1 or hidden.abs().mean() < 3:
+            return values, indices
+        return half.values, half.indices
+
+
 @fails("rank_bound", says="expected a rank of at most 5, got 10")
 class TooLowBound(Plain):
     def __init__(self, in_features: int = 8, out_features: int = 13) -> None:
@@ -422,7 +471,9 @@ def _failed(outcomes: list[Outcome]) -> dict[str, str]:
 def test_a_head_that_is_right_passes_everything_that_applies() -> None:
     outcomes = check_head(_made(Plain))
     passed = {one.name for one in outcomes if one.status == "passed"}
-    assert set(CHECKS) - passed == OF_OUR_HEADS | {"chunk", "compile", "compile_cross_entropy"}
+    assert set(CHECKS) - passed == OF_OUR_HEADS | {"chunk", "compile", "compile_cross_entropy", "sample_seeds"}
+    seeded = check_head(_made(Seeded), only=["sample", "sample_zero", "sample_seeded", "sample_seeds"])
+    assert [one.status for one in seeded] == ["passed"] * 4
     assert all(one.message for one in outcomes if one.status == "not applicable")
     assert all(one.meaning.endswith(".") for one in outcomes)
 

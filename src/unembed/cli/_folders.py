@@ -22,7 +22,7 @@ def folders(models: Sequence[str], out: Path | None) -> list[tuple[str | None, P
     return [(model, (out or Path("out")) / name) for model, name in zip(models, _names(models), strict=True)]
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, option: str = "--out") -> None:
     """Refuse before any work what would fail at its end.
 
     Raises:
@@ -30,9 +30,9 @@ def check_writable(folder: Path) -> None:
     """
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir():
-        raise InputError(f"--out {folder}: {place} is a file; give a folder.")
+        raise InputError(f"{option} {folder}: {place} is a file; give a folder.")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"--out {folder}: {place} cannot be written to; give another folder.")
+        raise InputError(f"{option} {folder}: {place} cannot be written to; give another folder.")
 
 
 def _names(models: Sequence[str]) -> list[str]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from unembed._version import __version__
-from unembed.cli import _audit, _bench
+from unembed.cli import _audit, _bench, _generate
 from unembed.cli._output import BAD, drop_output, flush, one_line, printable, say
 
-COMMANDS = (_audit, _bench)
+COMMANDS = (_audit, _bench, _generate)
 _INTERRUPTED = 130
 
 
@@ -45,8 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         options, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            options.parser.refuse(unknown)
+        late = getattr(options, "late", None)  # words after an option, which argparse takes for none of its own
+        if unknown and late and not any(word.startswith("-") for word in unknown):
+            setattr(options, late, [*getattr(options, late), *unknown])
+        elif unknown:
+            options.parser.refuse([word for word in unknown if word.startswith("-")] or unknown)
         return options.run(options)
     except KeyboardInterrupt as interrupt:
         say(f"interrupted; {str(interrupt) or 'no half-written file is left'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 
@@ -17,6 +18,23 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         if value < least or (most is not None and value > most):
             wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"expected a whole number {wanted}, got {text[:40]!r}")
+        return value
+
+    return parse
+
+
+def real(least: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+    """Numbers in a range, both ends included."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            wanted = "" if least == -math.inf else f" of at least {least:g}"
+            wanted = wanted if most == math.inf else f" from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"expected a number{wanted}, got {text[:40]!r}")
         return value
 
     return parse

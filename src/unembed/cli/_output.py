@@ -17,6 +17,7 @@ _EXTRAS = {
     "jinja2": "report",
     "markupsafe": "report",
     "rich": "cli",
+    "sacrebleu": "metrics",
 }
 
 
@@ -27,6 +28,11 @@ def printable(text: str) -> str:
     from unembed.text import visible
 
     return "".join(character if character.isprintable() else visible(character)[1:-1] for character in text)
+
+
+def legible(text: str) -> str:
+    """`printable` text that keeps its line ends and tabs: what a model wrote, to be read."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
 def say(line: str) -> None:

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unembed.diagnostics._bootstrap import MIN_DOCUMENTS, RESAMPLES, DocumentSums
-from unembed.results import Finding, Table
+from unembed.diagnostics._bootstrap import DocumentSums
+from unembed.results import MIN_DOCUMENTS, RESAMPLES, Finding, Table
 
 FULL, RAW, CENTRED = 1, 2, 3  # columns of the sums, after the count
 DIRECTIONS = 32  # random ones, along which the gradients are looked at for the spread of the null

@@ -130,7 +130,7 @@ def _described(costs: HeadCosts) -> dict[str, Any]:
     return {
         "unembed": __version__,
         "torch": torch.__version__,
-        "machine": _machine(costs.device),
+        "machine": machine(costs.device),
         "threads": torch.get_num_threads(),
         "date": datetime.now(UTC).date().isoformat(),
         **dataclasses.asdict(costs) | {"imports": list(costs.imports)},
@@ -139,7 +139,7 @@ def _described(costs: HeadCosts) -> dict[str, Any]:
     }
 
 
-def _machine(device: str) -> str:
+def machine(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")

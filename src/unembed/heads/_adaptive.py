@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._base import Head, uniform_
 from unembed.heads._product import log_softmax, product
 from unembed.ops import chunk_rows
 
@@ -204,18 +204,20 @@ class AdaptiveSoftmax(Head):
         shape = (*hidden.shape[:-1], k)
         return torch.cat([one[0] for one in found]).reshape(shape), torch.cat([one[1] for one in found]).reshape(shape)
 
-    @torch.no_grad()
-    def sample(self, hidden: Float[Tensor, "*n D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
+    @property
+    def alive_drawn(self) -> int:
+        """Those of the entries of the first softmax; clusters have chunks of their own."""
+        return 3 * (len(self.weight) + len(self.spans))
+
+    def draws(self, hidden: Float[Tensor, "n D"], noise: ops.Noise) -> Int[Tensor, " n"]:
         """The entry of the first softmax, then the token of the cluster where it is one."""
-        flat, shortlist = hidden.reshape(-1, self.in_features), len(self.weight)
-        drawn = [draw(self._first(part), generator) for part in flat.split(chunk_rows(shortlist, hidden.device))]
-        tokens = torch.cat(drawn)
-        entries = tokens.clone()
+        entries, shortlist = ops.draw(self._first(hidden), noise(0)), len(self.weight)
+        tokens = entries.clone()
         for place, (start, stop) in enumerate(self.spans):
             rows = (entries == shortlist + place).nonzero().squeeze(1)
-            for part in rows.split(chunk_rows(stop - start, hidden.device)):
-                tokens[part] = start + draw(self._within(flat[part], place), generator)
-        return tokens.reshape(hidden.shape[:-1])
+            for part in rows.split(chunk_rows(3 * (stop - start), hidden.device)):
+                tokens[part] = start + ops.draw(self._within(hidden[part], place), noise.at(part)(1))
+        return tokens
 
     def flops(self) -> int:
         """`D (S + C)` multiply-adds and `r_i (D + size_i)` of each tail, for all log-probabilities."""

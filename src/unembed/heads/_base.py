@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads._streamed import HeadLoss, HeadTerms, refuse_random
-from unembed.ops import chunk_rows, evaluate, requiring, weighted, widened
+from unembed.ops import Noise, Numbers, chunk_rows, evaluate, requiring, weighted, widened
 
 HEADS: dict[str, Any] = {}  # by every name that `build` takes
 _COPIES = 4  # of `alive` that a chunk counts as: some are held, and small chunks add up large gradients often
 EXACT = 1e-5  # nats a token: a start nearer to the linear head than that counts as exact
+_LEAST = 32  # tokens of a chunk where scores are made to choose from: a product of fewer than 16 is slow for its size
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,15 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def topk(self, hidden: Float[Tensor, "*n D"], k: int) -> tuple[Float[Tensor, "*n k"], Int[Tensor, "*n k"]]:
-        """The k largest log-probabilities and their tokens, exact.
+        """The k largest log-probabilities and their tokens, exact; equal ones in any order.
 
         Raises:
             ValueError: If `k` is not in [1, V].
         """
         self.check_k(k)
         flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
-        found = [self.log_prob(part).topk(k, dim=-1) for part in flat.split(chunk_rows(3 * self.alive, hidden.device))]
+        parts = flat.split(chunk_rows(3 * self.alive, hidden.device, least=_LEAST))
+        found = [self.log_prob(part).topk(k, dim=-1) for part in parts]
         if not found:
             return hidden.new_zeros(*shape, k), torch.zeros(*shape, k, dtype=torch.int64, device=hidden.device)
         return (
@@ -199,12 +201,42 @@ class Head(nn.Module):
         )
 
     @torch.no_grad()
-    def sample(self, hidden: Float[Tensor, "*n D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
-        """One exact draw a token."""
+    def sample(
+        self,
+        hidden: Float[Tensor, "*n D"],
+        *,
+        generator: torch.Generator | None = None,
+        seeds: Numbers | None = None,
+        positions: Numbers | None = None,
+    ) -> Int[Tensor, "*n"]:
+        """One exact draw a token, never one of probability 0.
+
+        Args:
+            hidden: Hidden states.
+            generator: Its draws are reproducible for one batch.
+            seeds: Instead of it, one whole number a token: a draw is then a function of the token's seed, position and
+                hidden state alone, and the same in any batch.
+            positions: With `seeds`, one whole number a token that counts the draws of a seed; 0 when None.
+
+        Raises:
+            ValueError: If these do not fit together or to the tokens, or a distribution is not finite.
+        """
         flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
-        parts = flat.split(chunk_rows(3 * self.alive, hidden.device))
-        drawn = [draw(self.log_prob(part), generator) for part in parts]
-        return torch.cat(drawn).reshape(shape) if drawn else torch.zeros(shape, dtype=torch.int64)
+        noise = Noise.of(len(flat), hidden.device, seeds=seeds, positions=positions, generator=generator)
+        step, drawn = chunk_rows(self.alive_drawn, hidden.device, least=_LEAST), [flat.new_zeros(0, dtype=torch.int64)]
+        for start in range(0, len(flat), step):
+            part = slice(start, start + step)
+            drawn.append(self.draws(flat[part], noise.at(part)))
+        return torch.cat(drawn).reshape(shape)
+
+    @property
+    def alive_drawn(self) -> int:
+        """Numbers held for a token while it is drawn."""
+        return 3 * self.alive
+
+    def draws(self, hidden: Float[Tensor, "n D"], noise: Noise) -> Int[Tensor, " n"]:
+        """`sample` of some tokens; a head that draws in several choices takes a step of the noise for each."""
+        return ops.draw(self(hidden), noise())
 
     def cost(self, tokens: int) -> Cost:
         """Parameters, operations, bytes moved and peak bytes of a training step of `tokens` tokens."""
@@ -295,13 +327,6 @@ def check_linear(linear: Any, kind: type[Head]) -> None:
         raise ValueError(
             f"{kind.__name__}.from_linear takes an nn.Linear or a heads.Linear, got {type(linear).__name__}."
         )
-
-
-def draw(log_prob: Float[Tensor, "n V"], generator: torch.Generator | None) -> Int[Tensor, " n"]:
-    """One draw a row: the least of exponential waiting times, a probability each as rate; never probability 0."""
-    waiting = torch.empty_like(log_prob).exponential_(generator=generator)
-    waiting.clamp_(min=torch.finfo(waiting.dtype).tiny)  # log 0 would make an impossible token NaN
-    return (log_prob - waiting.log()).argmax(-1)
 
 
 def uniform_(tensor: Tensor, fan_in: int) -> None:

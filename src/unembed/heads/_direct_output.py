@@ -15,9 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import EXACT, Head, draw, start_of, uniform_
+from unembed.heads._base import EXACT, Head, start_of, uniform_
 from unembed.heads._product import log_softmax, product
-from unembed.ops import chunk_rows
 
 
 def _reference(head: DirectOutputConnection, hidden: Tensor) -> Float[Tensor, "n V"]:
@@ -226,16 +225,16 @@ class DirectOutputConnection(Head):
             chunk=chunk,
         )
 
-    @torch.no_grad()
-    def sample(self, hidden: Float[Tensor, "*n L D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
+    @property
+    def alive_drawn(self) -> int:
+        """Those of one softmax."""
+        return 3 * self.out_features
+
+    def draws(self, hidden: Float[Tensor, "n L D"], noise: ops.Noise) -> Int[Tensor, " n"]:
         """The component first, then its one softmax."""
-        flat, shape = hidden.reshape(-1, *self.hidden_shape(hidden)), self.tokens_shape(hidden)
-        drawn = [flat.new_zeros(0, dtype=torch.int64)]
-        for part in flat.split(chunk_rows(self.out_features, hidden.device)):
-            chosen = draw(self.log_prior(part), generator)
-            one = self.components(part)[torch.arange(len(part), device=part.device), chosen]
-            drawn.append(draw(self._log_softmax(one), generator))
-        return torch.cat(drawn).reshape(shape)
+        chosen = ops.draw(self.log_prior(hidden), noise(0))
+        one = self.components(hidden)[torch.arange(len(hidden), device=hidden.device), chosen]
+        return ops.draw(self._log_softmax(one), noise(1))
 
     def flops(self) -> int:
         """`K (D^2 + D V)` multiply-adds, and K D for the prior."""

@@ -44,7 +44,7 @@ class Entmax(Head):
     Args:
         in_features: D.
         out_features: V.
-        alpha: At least 1; 1 is the softmax head, 2 sparsemax.
+        alpha: A number from 1 to 2.5; 1 is the softmax head, 2 sparsemax. It may be set anew while training.
         bias: Whether to add one number a class.
         device: Where the parameters are.
         dtype: Of the parameters.

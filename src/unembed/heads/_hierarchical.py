@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from unembed import ops
 from unembed.heads import _tree
-from unembed.heads._base import Head, draw, uniform_
+from unembed.heads._base import Head, uniform_
+from unembed.heads._best_first import best_leaves, best_of_classes
 from unembed.heads._product import product
 from unembed.ops import chunk_rows
 from unembed.ops._tree_classes import block_nll
 from unembed.ops._tree_nll import tree_nll
+
+# Part of all scores that best-first search may take for one hidden state, about what costs as much as all of them do.
+# Nodes are scored one by one; classes by one product each, against one that few tokens share the reading of W in.
+_NODES, _CLASSES, _SHARED = 1 / 128, 1 / 12, 1 / 8
 
 
 class HierarchicalSoftmax(Head):
@@ -47,6 +52,7 @@ class HierarchicalSoftmax(Head):
     depths: Tensor
     ranks: Tensor
     places: Tensor
+    order: Tensor
 
     def __init__(
         self,
@@ -90,7 +96,7 @@ class HierarchicalSoftmax(Head):
         for parameter in self.parameters():
             uniform_(parameter, self.in_features)
         if self.tree != "classes":
-            for name in ("depths", "ranks", "places"):
+            for name in ("depths", "ranks", "places", "order"):
                 getattr(self, name).copy_(getattr(self._tree, name))
 
     @property
@@ -140,23 +146,59 @@ class HierarchicalSoftmax(Head):
         return nll, torch.zeros_like(nll)
 
     @torch.no_grad()
-    def sample(self, hidden: Float[Tensor, "*n D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
+    def topk(self, hidden: Float[Tensor, "*n D"], k: int) -> tuple[Float[Tensor, "*n k"], Int[Tensor, "*n k"]]:
+        """The k largest log-probabilities and their tokens, exact; the scores are those that best-first search needs.
+
+        No token is more probable than a node or a class above it. Where that leaves too many to look at, for many k or
+        hidden states that are sure of nothing, all scores are taken.
+        """
+        self.check_k(k)
+        flat, shape = hidden.reshape(-1, self.in_features), (*hidden.shape[:-1], k)
+        part = _NODES if self.class_weight is None else _CLASSES + _SHARED / max(len(flat), 1)
+        limit = int(self.out_features * part)
+        if k * self.out_features.bit_length() > limit:
+            return super().topk(hidden, k)
+        found = [self._best(part, k, limit) for part in flat.split(chunk_rows(6 * limit, flat.device))]
+        return torch.cat([one[0] for one in found]).reshape(shape), torch.cat([one[1] for one in found]).reshape(shape)
+
+    @property
+    def alive_drawn(self) -> int:
+        """A node's vector, or the scores of the classes and then of one class."""
+        return self.in_features if self.class_weight is None else 3 * self.class_size
+
+    def draws(self, hidden: Float[Tensor, "n D"], noise: ops.Noise) -> Int[Tensor, " n"]:
         """One draw a choice, from the root down."""
-        flat = hidden.reshape(-1, self.in_features)
         if self.class_weight is None:
-            order = self.ranks.argsort()
-            parts = flat.split(chunk_rows(self.in_features, flat.device))
-            ranks = [_tree.descended(part, self.weight, self._tree.levels, generator) for part in parts]
-            return order[torch.cat(ranks)].reshape(hidden.shape[:-1])
-        parts = flat.split(chunk_rows(self.class_size, flat.device))
-        chosen = torch.cat([draw(self._log_softmax(part, self.class_weight), generator) for part in parts])
-        tokens = torch.empty_like(chosen)
-        for number in chosen.unique().tolist():
-            rows, start = (chosen == number).nonzero().squeeze(1), number * self.class_size
-            for part in rows.split(chunk_rows(self.class_size, flat.device)):
-                log_prob = self._log_softmax(flat[part], self.weight[start : start + self.class_size])
-                tokens[part] = start + draw(log_prob, generator)
-        return tokens.reshape(hidden.shape[:-1])
+            return self.order[_tree.descended(hidden, self.weight, self._tree.levels, noise)]
+        chosen = ops.draw(self._log_softmax(hidden, self.class_weight), noise(0))
+        return chosen * self.class_size + ops.draw(self._within(hidden, chosen), noise(1))
+
+    def _best(self, hidden: Float[Tensor, "n D"], k: int, limit: int) -> tuple[Tensor, Tensor]:
+        """Best first; by all scores where that has given up."""
+        if self.class_weight is None:
+            values, places, exact = best_leaves(hidden, self.weight, self._tree.levels, k, limit)
+            tokens = self.order[places]
+        else:
+            bounds = self._log_softmax(hidden, self.class_weight)
+            values, tokens, exact = best_of_classes(
+                bounds, lambda rows, numbers: self._within(hidden[rows], numbers), k, limit
+            )
+        rest = (~exact).nonzero().squeeze(1)
+        if len(rest):
+            all_values, tokens[rest] = super().topk(hidden[rest], k)
+            values[rest] = all_values.to(values.dtype)
+        return values, tokens
+
+    def _within(self, hidden: Float[Tensor, "n D"], numbers: Int[Tensor, " n"]) -> Float[Tensor, "n s"]:
+        """Log-probabilities inside one class each, by one product a class; `-inf` beyond the last token."""
+        wide, size = ops.widened(torch.promote_types(hidden.dtype, self.weight.dtype)), self.class_size
+        scores = hidden.new_full((len(hidden), size), -torch.inf, dtype=wide)
+        ordered, order = numbers.sort()
+        each, counts = torch.unique_consecutive(ordered, return_counts=True)
+        for number, rows in zip(each.tolist(), order.split(counts.tolist()), strict=True):
+            block = self.weight[number * size : (number + 1) * size]
+            scores[rows, : len(block)] = product(hidden[rows], block).to(wide)
+        return torch.log_softmax(scores, -1)
 
     def flops(self) -> int:
         """`D` multiply-adds a choice on the path of one target, drawn with each branch of a node as likely."""
@@ -176,7 +218,7 @@ class HierarchicalSoftmax(Head):
         """Make `depths` the tree."""
         self._tree = _tree.tree_of(depths)
         self.register_buffer("depths", self._tree.depths.to(device))
-        for name in ("ranks", "places"):  # follow from the depths
+        for name in ("ranks", "places", "order"):  # follow from the depths
             self.register_buffer(name, getattr(self._tree, name).to(device), persistent=False)
 
     @classmethod

@@ -13,9 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, start_of, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 from unembed.heads._product import alike, log_softmax, product
-from unembed.ops import chunk_rows
 
 
 class MixtureOfSoftmaxes(Head):
@@ -168,23 +167,23 @@ class MixtureOfSoftmaxes(Head):
             chunk=chunk,
         )
 
-    @torch.no_grad()
-    def sample(self, hidden: Float[Tensor, "*n D"], *, generator: torch.Generator | None = None) -> Int[Tensor, "*n"]:
+    @property
+    def alive_drawn(self) -> int:
+        """Those of one softmax."""
+        return 3 * self.out_features
+
+    def draws(self, hidden: Float[Tensor, "n D"], noise: ops.Noise) -> Int[Tensor, " n"]:
         """The component first, then its one softmax."""
-        flat, drawn = hidden.reshape(-1, self.in_features), []
-        for part in flat.split(chunk_rows(self.out_features, hidden.device)):
-            chosen = draw(self.log_prior(part), generator)
-            if self.shared:
-                one = self.components(part)[torch.arange(len(part), device=part.device), chosen]
-                log_prob = self._component_log_prob(one[:, None])[:, 0]
-            else:
-                wide = ops.widened(torch.promote_types(part.dtype, self.weight.dtype))
-                log_prob = part.new_empty(len(part), self.out_features, dtype=wide)
-                for place in chosen.unique().tolist():
-                    rows = chosen == place
-                    log_prob[rows] = self._log_softmax(product(part[rows], self.weight[place]))
-            drawn.append(draw(log_prob, generator))
-        return torch.cat(drawn).reshape(hidden.shape[:-1]) if drawn else flat.new_zeros(hidden.shape[:-1]).long()
+        chosen = ops.draw(self.log_prior(hidden), noise(0))
+        if self.shared:
+            one = self.components(hidden)[torch.arange(len(hidden), device=hidden.device), chosen]
+            return ops.draw(self._component_log_prob(one[:, None])[:, 0], noise(1))
+        tokens = torch.empty_like(chosen)
+        for place in chosen.unique().tolist():
+            rows = (chosen == place).nonzero().squeeze(1)
+            log_prob = self._log_softmax(product(hidden[rows], self.weight[place]))
+            tokens[rows] = ops.draw(log_prob, noise.at(rows)(1))
+        return tokens
 
     def flops(self) -> int:
         """`K (D^2 + D V)` multiply-adds, and K D for the prior."""

@@ -13,10 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unembed import ops
-from unembed.heads._base import Head, draw, start_of, uniform_
+from unembed.heads._base import Head, start_of, uniform_
 from unembed.heads._facets import block_input, split_nll, split_scores
 from unembed.heads._product import log_softmax, product
-from unembed.ops import chunk_rows
 
 
 def _reference(head: MultiFacet, hidden: Tensor) -> Float[Tensor, "B T V"]:
@@ -259,20 +258,34 @@ class MultiFacet(Head):
         return values.reshape(*shape, k), indices.reshape(*shape, k)
 
     @torch.no_grad()
-    def sample(self, hidden: Float[Tensor, "*B T L D"], *, generator: torch.Generator | None = None) -> Tensor:
+    def sample(
+        self,
+        hidden: Float[Tensor, "*B T L D"],
+        *,
+        generator: torch.Generator | None = None,
+        seeds: ops.Numbers | None = None,
+        positions: ops.Numbers | None = None,
+    ) -> Int[Tensor, "*B T"]:
+        """One exact draw a token, never one of probability 0; options as those of every head."""
+        features = self.features(hidden).reshape(-1, 2 * self.in_features)
+        drawn = super().sample(features, generator=generator, seeds=seeds, positions=positions)
+        return drawn.reshape(self.tokens_shape(hidden))
+
+    @property
+    def alive_drawn(self) -> int:
+        """Those of one softmax."""
+        return 3 * self.out_features
+
+    def draws(self, hidden: Float[Tensor, "n 2*D"], noise: ops.Noise) -> Int[Tensor, " n"]:
         """The facet first, then its one softmax."""
-        features, first = self.features(hidden).reshape(-1, 2 * self.in_features), self.partitions
-        drawn = [features.new_zeros(0, dtype=torch.int64)]
-        for part in features.split(chunk_rows(self.out_features, features.device)):
-            components, chosen = self.components(part), draw(self.log_prior(part), generator)
-            tokens = torch.zeros_like(chosen)
-            split = chosen == 0
-            own = components[~split, first - 1 + chosen[~split]]
-            scores = split_scores(components[split, :first], self.weight, self.bias)
-            tokens[split] = draw(log_softmax(scores), generator)
-            tokens[~split] = draw(log_softmax(product(own, self.weight, self.bias)), generator)
-            drawn.append(tokens)
-        return torch.cat(drawn).reshape(self.tokens_shape(hidden))
+        chosen, components = ops.draw(self.log_prior(hidden), noise(0)), self.components(hidden)
+        first, split = self.partitions, chosen == 0
+        scores = product(components[~split, first - 1 + chosen[~split]], self.weight, self.bias)
+        tokens = torch.zeros_like(chosen)
+        parts = (split, split_scores(components[split, :first], self.weight, self.bias)), (~split, scores)
+        for rows, own in parts:
+            tokens[rows] = ops.draw(log_softmax(own), noise.at(rows.nonzero().squeeze(1))(1))
+        return tokens
 
     def flops(self) -> int:
         """`W L D^2 + 2 (J + K - 1) D^2 + K D V` multiply-adds, and 2 K D for the prior."""

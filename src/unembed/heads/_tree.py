@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unembed.ops import Noise
 from unembed.ops._tree_nll import Level
 
 
@@ -72,12 +73,14 @@ class Tree:
         depths: Length of the path of each token.
         ranks: Place in the order of depth, tokens of one depth by number.
         places: The same among tokens of one depth.
+        order: Tokens in order of depth: `ranks` the other way round.
     """
 
     levels: tuple[Level, ...]
     depths: Int[Tensor, " V"]
     ranks: Int[Tensor, " V"]
     places: Int[Tensor, " V"]
+    order: Int[Tensor, " V"]
 
 
 def tree_of(depths: Int[Tensor, " V"]) -> Tree:
@@ -101,8 +104,9 @@ def tree_of(depths: Int[Tensor, " V"]) -> Tree:
         raise ValueError("No binary tree has leaves at exactly these depths.")
     before = torch.tensor([0, *itertools.accumulate(leaves)], device="cpu")
     ranks = torch.empty_like(depths)
-    ranks[depths.argsort(stable=True)] = torch.arange(len(depths), device="cpu")
-    return Tree(tuple(levels), depths, ranks, ranks - before[depths])
+    order = depths.argsort(stable=True)
+    ranks[order] = torch.arange(len(depths), device="cpu")
+    return Tree(tuple(levels), depths, ranks, ranks - before[depths], order)
 
 
 def walked(scores: Float[Tensor, "*n I"], levels: Sequence[Level], ranks: Int[Tensor, " V"]) -> Float[Tensor, "*n V"]:
@@ -118,24 +122,22 @@ def walked(scores: Float[Tensor, "*n I"], levels: Sequence[Level], ranks: Int[Te
 
 
 def descended(
-    hidden: Float[Tensor, "n D"],
-    weight: Float[Tensor, "I D"],
-    levels: Sequence[Level],
-    generator: torch.Generator | None,
+    hidden: Float[Tensor, "n D"], weight: Float[Tensor, "I D"], levels: Sequence[Level], noise: Noise
 ) -> Int[Tensor, " n"]:
-    """The rank of the leaf that each token reaches by one draw a node."""
+    """The rank of the leaf that each token reaches by one draw a node; the level is the step of the noise."""
     found = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     rows, place, before = torch.arange(len(hidden), device=hidden.device), torch.zeros_like(found), 0
-    for level in levels:
+    for depth, level in enumerate(levels):
         arrived = place < level.leaves
         found[rows[arrived]] = before + place[arrived]
         before += level.leaves
         rows, inner = rows[~arrived], place[~arrived] - level.leaves
         wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
         scores = (weight[level.node + inner].to(wide) * hidden[rows].to(wide)).sum(-1)
-        # Logistic noise in float64 against the score: a uniform draw of exactly 0 or 1 would take an impossible branch.
-        uniform = torch.empty_like(scores, dtype=torch.float64).uniform_(generator=generator)
-        place = 2 * inner + (torch.logit(uniform, eps=1e-16) >= scores).long()
+        if bool(scores.isnan().any()):
+            raise ValueError("A score on the way down the tree is NaN: there is nothing to draw from.")
+        # Logistic noise against the score: a uniform draw of exactly 0 or 1 would take an impossible branch.
+        place = 2 * inner + (torch.logit(noise.at(rows)(depth), eps=1e-16) >= scores).long()
     return found
 
 

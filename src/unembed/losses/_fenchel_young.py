@@ -45,7 +45,7 @@ def fenchel_young(
         head: An `Entmax` head, or any head whose scores are not log-probabilities.
         hidden: Hidden states, as the head takes them.
         targets: Next tokens; with `shift`, the tokens themselves.
-        alpha: That of the head when None; a head without one needs it.
+        alpha: From 1 to 2.5, for a head without one of its own. That of an Entmax head is set on the head.
         reduction: `mean`, `sum`, or `none` for one loss a token (with `shift`, for each token but the first ones).
         ignore_index: Target of tokens that do not count.
         class_weight: w; ones when None.

@@ -1,6 +1,7 @@
 """Pure tensor functions."""
 
 from unembed.ops._attention import attention, fused_obstacle
+from unembed.ops._draw import draw
 from unembed.ops._entmax import check_alpha, entmax, sparsemax
 from unembed.ops._entmax_loss import fenchel_young, loss_rows
 from unembed.ops._feature_maps import Elu, Exp, Favor, FeatureMap, Polynomial, Relu, Taylor
@@ -21,6 +22,7 @@ from unembed.ops._linear_nll import (
 from unembed.ops._mixture import combined, mixture_loss, mixture_nll
 from unembed.ops._rows import Rows, evaluate
 from unembed.ops._scores import linear_scores, squared_norms, widened
+from unembed.ops._seeds import Noise, Numbers, Stream, uniforms
 from unembed.ops._softmax import log_softmax, softmax, softmax_jvp
 from unembed.ops._softmax_spectrum import SoftmaxSaturation, softmax_saturation, softmax_spectrum
 from unembed.ops._summed import Summed
@@ -36,10 +38,13 @@ __all__ = [
     "Favor",
     "FeatureMap",
     "LinearState",
+    "Noise",
+    "Numbers",
     "Polynomial",
     "Relu",
     "Rows",
     "SoftmaxSaturation",
+    "Stream",
     "Summed",
     "TallSVD",
     "Taylor",
@@ -50,6 +55,7 @@ __all__ = [
     "chunk_rows",
     "column_space",
     "combined",
+    "draw",
     "entmax",
     "evaluate",
     "fenchel_young",
@@ -86,6 +92,7 @@ __all__ = [
     "token_terms",
     "tokens_ahead",
     "topk_softmax",
+    "uniforms",
     "weighted",
     "widened",
 ]

@@ -20,6 +20,7 @@ from unembed.ops._softmax import excluded_from, per_row, softmax
 
 _BUDGET = 1 << 21  # scores a chunk on a CPU: what lies between is a few times as large
 _BUDGET_GPU = 1 << 26
+MOST_ALPHA = 2.5
 _LEAST_ALPHA = 1.1  # of the fast search
 
 
@@ -62,12 +63,14 @@ def entmax(
 
     Args:
         x: Scores.
-        alpha: A number, or a tensor that broadcasts to `x` with size 1 along `dim`; it may learn.
+        alpha: From 1 to 2.5, a number, or a tensor that broadcasts to `x` with size 1 along `dim`. It may learn, as
+            `1 + sigmoid(a)`, which stays in range. Beyond 2 the slope of p at the border of its support is infinite;
+            from 3 on float64 would no longer make p sum to 1.
         dim: The dimension of the classes.
         mask: True where a class takes part; broadcasts to `x`.
 
     Raises:
-        ValueError: If an alpha is less than 1, NaN or infinite, or does not broadcast, or `x` is not floating point.
+        ValueError: If an alpha is outside [1, 2.5], or does not broadcast, or `x` is not floating point.
     """
     if not isinstance(alpha, Tensor):
         check_alpha(alpha)
@@ -90,14 +93,16 @@ def entmax(
     return p.reshape(shape).movedim(-1, dim)
 
 
-def check_alpha(alpha: float) -> None:
+def check_alpha(alpha: float | Tensor) -> None:
     """Refuse what is no alpha.
 
     Raises:
         ValueError: If it is less than 1, NaN or infinite.
     """
-    if not 1 <= alpha < torch.inf:
-        raise ValueError(f"`alpha` must be at least 1 and finite, got {alpha}.")
+    if isinstance(alpha, Tensor):
+        raise ValueError("`alpha` must be a number here; one that learns goes to `ops.entmax` or `ops.fenchel_young`.")
+    if not 1 <= alpha <= MOST_ALPHA:
+        raise ValueError(f"`alpha` must lie in [1, {MOST_ALPHA}], got {alpha}.")
 
 
 def fast_epsilon(alpha: float | None, device: torch.device) -> float | None:
@@ -116,7 +121,11 @@ def with_alpha(
     if not isinstance(alpha, Tensor):
         check_alpha(alpha)
         return (flat,), (), float(alpha)
-    require((alpha.detach() >= 1) & alpha.detach().isfinite(), "`alpha` must be at least 1 and finite everywhere.")
+    held = alpha.detach()
+    require(
+        (held >= 1) & (held <= MOST_ALPHA),
+        f"`alpha` must lie in [1, {MOST_ALPHA}] everywhere; one that learns stays there as `1 + sigmoid(a)`.",
+    )
     alpha = per_row("alpha", alpha, x, dim)
     if alpha.numel() == 1:
         return (flat,), (alpha.reshape(1, 1),), None

@@ -45,18 +45,19 @@ def fenchel_young(
     r"""The loss that `entmax` minimises, of each row of scores (Blondel et al., 2020, arXiv:1901.02324).
 
     Never negative; 0 once the target's score leads all others by $1 / (\alpha - 1)$. For alpha = 1 it is cross-entropy.
-    Float32 or wider, derivatives exact up to the third order. A score of `-inf` takes no part; that of a target makes
-    the loss infinite, with the gradient `p - e_y` all the same.
+    Losses of different alpha are not comparable: the loss falls with alpha by itself, so an alpha that learns must
+    learn from another one. Float32 or wider, derivatives exact up to the third order. A score of `-inf` takes no part;
+    that of a target makes the loss infinite, with the gradient `p - e_y` all the same.
 
     Args:
         x: Scores.
         targets: Classes.
-        alpha: At least 1; a tensor has one number, or one a row with size 1 in the place of V.
+        alpha: From 1 to 2.5; a tensor has one number, or one a row with size 1 in the place of V.
         ignore_index: Target of rows that do not count: their loss is 0.
         chunk: Rows at a time; chosen from V when None.
 
     Raises:
-        ValueError: If alpha is less than 1, shapes do not fit, or a target is no class.
+        ValueError: If alpha is outside [1, 2.5], shapes do not fit, or a target is no class.
     """
     if not x.is_floating_point():
         raise ValueError(f"`x` must be floating point, got {x.dtype}.")

@@ -91,7 +91,8 @@ def linear_attention(
             whatever they hold.
         scale: s of the maps that depend on `s q . k`; `1 / sqrt(E)` when None. Elementwise maps take none.
         chunk: Keys of the causal form that are taken at once.
-        state: Keys that all queries see before these ones, as an earlier call returned it.
+        state: Keys that all queries see before these ones, as an earlier call returned it with the same map and scale
+            (that they are the same is not checked).
         return_state: Whether to return the state after these keys too.
 
     Returns:

@@ -46,7 +46,7 @@ def linear_fenchel_young(
         hidden: Hidden states after the final norm.
         weight: The unembedding matrix.
         targets: Next tokens.
-        alpha: A number of at least 1.
+        alpha: A number from 1 to 2.5.
         bias: Added before scale and soft-cap; `-inf` takes a class out.
         softcap: Cap of the scores; none when None.
         scale: Factor on the scores.
@@ -54,7 +54,7 @@ def linear_fenchel_young(
         chunk: Tokens whose scores are alive at once. Chosen from V when None.
 
     Raises:
-        ValueError: If alpha is less than 1, shapes do not fit, `chunk` is not positive, or a target is no class.
+        ValueError: If alpha is outside [1, 2.5], shapes do not fit, `chunk` is not positive, or a target is no class.
     """
     check_alpha(alpha)
     common: dict[str, Any] = {"bias": bias, "softcap": softcap, "scale": scale, "ignore_index": ignore_index}
@@ -87,7 +87,7 @@ def linear_fenchel_young_loss(
         weight: The unembedding matrix.
         targets: Next tokens.
         coefficients: Of each token; 0 takes a token out, whatever its loss.
-        alpha: A number of at least 1.
+        alpha: A number from 1 to 2.5.
         bias: Added before scale and soft-cap; `-inf` takes a class out.
         softcap: Cap of the scores; none when None.
         scale: Factor on the scores.

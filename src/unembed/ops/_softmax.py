@@ -151,7 +151,10 @@ def per_row(name: str, tensor: Tensor, like: Tensor, dim: int) -> Tensor:
         tensor = tensor.to(like.device)
     tensor = tensor.reshape((1,) * (like.ndim - tensor.ndim) + tensor.shape)
     if tensor.ndim != like.ndim or class_count(tensor, dim) != 1:
-        raise ValueError(f"`{name}` must have size 1 along dimension {dim} of the scores, got {tuple(tensor.shape)}.")
+        raise ValueError(
+            f"`{name}` must be a number, or broadcast to scores {tuple(like.shape)} with size 1 along dimension {dim}, "
+            f"got {tuple(tensor.shape)}; one a row of [n, V] is [n, 1]."
+        )
     broadcast(name, tensor, like)
     return tensor
 

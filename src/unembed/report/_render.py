@@ -62,7 +62,7 @@ def render(record: Record | str | Path, *, figures: bool = True) -> str:
     drawn = [figure for section in sections for figure in section["figures"]]
     tables = [table for section in sections for table in section["tables"]]
     return (
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
             record=record,
@@ -77,11 +77,11 @@ def render(record: Record | str | Path, *, figures: bool = True) -> str:
             anchors={section["result"].name: section["id"] for section in sections},
             sections=sections,
             tables=tables,
-            drawings=[_drawing(item["figure"]) for item in drawn],
+            drawings=[drawing(item["figure"]) for item in drawn],
             brief=not figures,
             facts=_facts(record),
             rows_shown=ROWS_SHOWN,
-            plotly=_part("plotly.offline").get_plotlyjs() if drawn else "",
+            plotly=part("plotly.offline").get_plotlyjs() if drawn else "",
         )
     )
 
@@ -105,7 +105,7 @@ def embed(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
-def _part(name: str) -> ModuleType:
+def part(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -116,8 +116,8 @@ def _missing(package: str) -> InputError:
     return InputError(f'The report needs {package}: pip install "unembed[report]"')
 
 
-def _environment() -> Environment:
-    jinja2, markupsafe = _part("jinja2"), _part("markupsafe")
+def environment() -> Environment:
+    jinja2, markupsafe = part("jinja2"), part("markupsafe")
     loader = jinja2.PackageLoader("unembed.report", "templates")
     environment = jinja2.Environment(
         loader=loader,
@@ -173,7 +173,7 @@ def _sections(record: Record, *, figures: bool) -> list[dict[str, Any]]:
     return sections
 
 
-def _drawing(figure: Figure) -> dict[str, Any]:
+def drawing(figure: Figure) -> dict[str, Any]:
     return {"traces": figure.traces, "layout": figure.layout, "log": figure.log_toggle}
 
 

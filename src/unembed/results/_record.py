@@ -53,7 +53,7 @@ class Record:
             name: {**result.values, "code": result.code} if result.values is not None else None
             for name, result in self.results.items()
         }
-        return _plain(
+        return plain(
             {
                 "schema_version": SCHEMA_VERSION,
                 "model": self.model,
@@ -162,14 +162,14 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
-def _plain(value: Any) -> Any:
-    """`value` with numpy scalars as Python's own and non-finite floats as None."""
+def plain(value: Any) -> Any:
+    """JSON types only: numpy scalars as Python's own, tuples as lists, infinities and NaN as None."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unembed.testing._case import Case, FailedError, close, expect, log_prob
+from unembed.testing._case import Case, FailedError, NotApplicableError, close, expect, log_prob
 from unembed.testing._checks_scores import needs_bias, without
 from unembed.testing._registry import check
 
@@ -33,25 +34,34 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 @check("topk", after=("law",))
 def topk(case: Case) -> None:
-    """`topk(hidden, k)` gives the k largest log-probabilities in falling order and their tokens, for k = 1 to V."""
+    """`topk(hidden, k)` gives the k largest log-probabilities in falling order and their tokens, for k = 1 to V.
+
+    Hidden states are small, as drawn, and large: where a head is sure it may leave most scores out.
+    """
     case.has("topk")
-    head, hidden = case.head(), case.hidden()
-    truth = log_prob(head, hidden)
-    for k in sorted({1, min(3, case.classes), case.classes}):
-        values, indices = head.topk(hidden.clone(), k)
-        # Ties may come in any order, so values are compared and each index by the value it points at.
-        close(values, truth.topk(k, dim=-1).values, 1e-5, f"values of topk, k={k}")
-        expect(tuple(indices.shape) == tuple(values.shape), f"k={k}: indices have shape {tuple(indices.shape)}")
-        expect(not indices.is_floating_point(), f"k={k}: indices are {indices.dtype}")
-        close(truth.gather(-1, indices), values, 1e-5, f"log_prob at the indices of topk, k={k}")
-        ordered = indices.sort(-1).values
-        expect(bool((ordered[..., 1:] != ordered[..., :-1]).all()), f"k={k}: a token comes twice")
+    head, given = case.head(), case.hidden()
+    for hidden in (given, given / 8, given * 4):
+        truth = log_prob(head, hidden)
+        for k in sorted({1, min(3, case.classes), case.classes}):
+            _is_topk(head, hidden, truth, k)
     for k in (0, case.classes + 1):
         try:
-            head.topk(hidden.clone(), k)
+            head.topk(given.clone(), k)
         except ValueError:
             continue
         raise FailedError(f"k={k}: expected a ValueError, got an answer")
+
+
+def _is_topk(head: Any, hidden: Tensor, truth: Tensor, k: int) -> None:
+    """Fail unless `topk` gives what log-probabilities have."""
+    values, indices = head.topk(hidden.clone(), k)
+    # Ties may come in any order, so values are compared and each index by the value it points at.
+    close(values, truth.topk(k, dim=-1).values, 1e-5, f"values of topk, k={k}")
+    expect(tuple(indices.shape) == tuple(values.shape), f"k={k}: indices have shape {tuple(indices.shape)}")
+    expect(not indices.is_floating_point(), f"k={k}: indices are {indices.dtype}")
+    close(truth.gather(-1, indices), values, 1e-5, f"log_prob at the indices of topk, k={k}")
+    ordered = indices.sort(-1).values
+    expect(bool((ordered[..., 1:] != ordered[..., :-1]).all()), f"k={k}: a token comes twice")
 
 
 @check("sample", after=("law", "shapes"))
@@ -64,12 +74,12 @@ def sample(case: Case) -> None:
         _follows(case, head, hidden)
 
 
-def _follows(case: Case, head: Any, hidden: Tensor) -> None:
+def _follows(case: Case, head: Any, hidden: Tensor, **options: Any) -> None:
     """Fail unless draws of one hidden state follow its distribution."""
     many = hidden.repeat(_DRAWS, *[1] * (hidden.ndim - 1))
-    generator = torch.Generator(case.device).manual_seed(1)
+    options = options or {"generator": torch.Generator(case.device).manual_seed(1)}
     with torch.no_grad():
-        drawn = head.sample(many, generator=generator)
+        drawn = head.sample(many, **options)
         truth = log_prob(copy.deepcopy(head).double(), hidden.double()).exp().reshape(-1)
     expect(drawn.numel() == _DRAWS, f"expected {_DRAWS} draws, got {drawn.numel()}")
     inside = (drawn >= 0) & (drawn < case.classes)
@@ -108,3 +118,30 @@ def sample_seeded(case: Case) -> None:
     for tokens in (hidden, hidden[:0]):
         shape = tuple(head.sample(tokens).shape)
         expect(shape == tuple(log_prob(head, tokens).shape[:-1]), f"draws have shape {shape}")
+
+
+@check("sample_seeds", after=("law", "shapes", "sample"))
+def sample_seeds(case: Case) -> None:
+    """With `seeds=` a draw is a function of seed, position and hidden state, the same in any batch, and exact."""
+    case.has("sample")
+    head, hidden = case.head(), case.hidden((60,))
+    if "seeds" not in inspect.signature(head.sample).parameters:
+        raise NotApplicableError("`sample` takes no `seeds`")
+    seeds = torch.arange(60) * 7 - 100
+    drawn = head.sample(hidden, seeds=seeds)
+    expect(torch.equal(drawn, head.sample(hidden, seeds=seeds)), "the same seeds give different draws")
+    for name, rows in (("alone", slice(9, 10)), ("in a smaller batch", slice(20, 43)), ("in reverse", slice(None))):
+        which = torch.arange(60)[rows].flip(0)
+        part = head.sample(hidden[which], seeds=seeds[which])
+        expect(torch.equal(part, drawn[which]), f"a token drawn {name} is another than with all others")
+    later = head.sample(hidden, seeds=seeds, positions=[1] * 60)
+    expect(case.classes == 1 or not torch.equal(later, drawn), "another position gives the same draws")
+    one, many = case.hidden((1,)), torch.arange(_DRAWS)
+    for options in ({"seeds": many}, {"seeds": [5] * _DRAWS, "positions": many}):
+        _follows(case, head, one, **options)
+    for options in ({"seeds": [1]}, {"positions": many[:60]}, {"seeds": many[:60], "generator": torch.Generator()}):
+        try:
+            head.sample(hidden, **options)
+        except ValueError:
+            continue
+        raise FailedError(f"sample({', '.join(options)}) that do not fit: expected a ValueError, got draws")

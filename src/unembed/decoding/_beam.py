@@ -1,0 +1,199 @@
+"""Beam search: the sequences of the largest `log p / len^lp` that a limited number of hypotheses leads to."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from unembed.decoding._endings import Endings
+from unembed.decoding._generation import Finish, Generation
+from unembed.decoding._hypotheses import Candidates, Frontier, Node
+from unembed.decoding._plan import Plan
+from unembed.decoding._scorer import Scorer
+from unembed.decoding._strategy import Strategy, Written, packed
+
+_Ranked = list[tuple[float, int, int]]  # cost (the sum of log-probabilities, negative), hypothesis, column
+_POWERS = 20.0  # a larger one would take the power of a length out of float64
+
+
+@dataclass(frozen=True)
+class Beam(Strategy):
+    r"""Looks for the sequence of the largest $\log p / \mathrm{len}^{lp}$, `len` without the prompt and with its end.
+
+    p is the probability after filters and mask. At each step the most probable `width` hypotheses go on. Each way in
+    which one of them can end competes with all others by its score, however improbable it is: so with as many
+    hypotheses as there are prefixes this is exhaustive search. No sequence comes twice, and fewer than asked for come
+    where fewer exist. A mask that leaves a hypothesis nothing ends it; such dead ends are returned only where nothing
+    else was found.
+
+    The search of a prompt ends when no hypothesis can come before the worst sequence that would be returned. The most
+    that one of sum s and length t can become is $s / L^{lp}$ with the largest length L for a positive penalty (that is
+    `early_stopping="never"` of transformers), $s / (t + 1)^{lp}$ else.
+
+    Args:
+        width: Hypotheses that go on at each step.
+        length_penalty: lp; 0 compares sums, above 0 prefers longer sequences, below 0 shorter ones. Within 20 of 0.
+        early_stopping: Whether to end already when `width` ends were among the best `width` candidates of their step,
+            with the sequences found by then.
+        returns: Sequences a prompt, at most `width`.
+    """
+
+    width: int = 4
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    returns: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("width", "returns"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")
+        if self.returns > self.width:
+            raise ValueError(f"`returns` must be at most `width`, got {self.returns} of {self.width}.")
+        if not -_POWERS <= self.length_penalty <= _POWERS:
+            raise ValueError(f"`length_penalty` must lie in [-20, 20], got {self.length_penalty}.")
+        if not isinstance(self.early_stopping, bool):
+            raise ValueError(f"`early_stopping` must be True or False, got {self.early_stopping!r}.")
+
+    def run(self, scorer: Scorer, plan: Plan) -> Generation:
+        """Search for all prompts at once; those whose search has ended cost nothing."""
+        endings = Endings(plan)
+        searches = [_Search(self, int(limit), row, endings) for row, limit in enumerate(plan.max_new_tokens)]
+        frontier, ends = (
+            Frontier(scorer, plan),
+            torch.tensor(plan.eos_ids, dtype=torch.int64, device=plan.prompts.device),
+        )
+        while True:
+            # The `width` that go on are, of each hypothesis, among the `width` best that are no end.
+            offers = frontier.offers(self.width + len(ends))
+            ends = ends[ends < offers.classes]
+            found = offers.candidates(torch.cat([ends.expand(len(offers.best), -1), offers.best], 1))
+            first, chosen = 0, []
+            for search in searches:
+                count = len(search.running)
+                if count:
+                    chosen += search.advance(first, found, len(ends))
+                    first += count
+            if not chosen:
+                break
+            frontier.advance([one.row for one in chosen], [one.node.token for one in chosen])
+        sequences = [search.found() for search in searches]
+        endings.tell(sequences)
+        return packed(sequences, plan)
+
+
+class _Chosen(NamedTuple):
+    """A hypothesis that goes on, and where the scorer has what it comes from."""
+
+    row: int
+    node: Node
+
+
+@dataclass(eq=False)
+class _Search:
+    """The search of one prompt.
+
+    Args:
+        beam: Its options.
+        limit: Tokens of a sequence at most.
+        prompt: Which one.
+        endings: Knows stop strings.
+        running: Hypotheses that go on, the best first.
+        kept: The best sequences so far, with their scores, the best first.
+        dead: Hypotheses after which nothing was allowed.
+        ended: Ends that were among the best candidates of their step.
+    """
+
+    beam: Beam
+    limit: int
+    prompt: int
+    endings: Endings
+    running: list[Node] = field(default_factory=lambda: [Node()])
+    kept: list[tuple[float, Node, Finish]] = field(default_factory=list)
+    dead: list[Node] = field(default_factory=list)
+    ended: int = 0
+
+    def advance(self, first: int, found: Candidates, ends: int) -> list[_Chosen]:
+        """Go one token on; the hypotheses that go on then.
+
+        Args:
+            first: Row of the first hypothesis among the candidates.
+            found: Candidates of all prompts.
+            ends: The first so many columns are the ends, the others the best of all.
+        """
+        further, last = self._candidates(first, found, ends)
+        for cost, place, column in last:
+            if self._wanted(-cost, self.running[place].length + 1):
+                self._keep(found.after(self.running[place], first + place, column), "eos")
+        if self.beam.early_stopping:
+            self._count(further, last)
+        chosen = []
+        for _, place, column in further:
+            node = found.after(self.running[place], first + place, column)
+            if self.endings.stopped(self.prompt, node):
+                self._keep(node, "stop")
+            elif node.length == self.limit:
+                self._keep(node, "length")
+            else:
+                chosen.append(_Chosen(first + place, node))
+            if len(chosen) == self.beam.width:
+                break
+        if self._over(chosen):
+            chosen = []
+        self.running = [one.node for one in chosen]
+        return chosen
+
+    def found(self) -> list[Written]:
+        """The sequences to return, the best first."""
+        if not self.kept:
+            for node in self.dead:
+                self._keep(node, "dead end")
+        return [node.written(finish, score) for score, node, finish in self.kept]
+
+    def _candidates(self, first: int, found: Candidates, ends: int) -> tuple[_Ranked, _Ranked]:
+        """What goes on, the best first, equal ones in the order of hypotheses, then of ids; and what ends."""
+        further, last = [], []
+        for place, node in enumerate(self.running):
+            tokens, drawn = found.tokens[first + place], found.drawn_log_probs[first + place]
+            last += [(-node.total - drawn[i], place, i) for i in range(ends) if drawn[i] > -math.inf]
+            best = [i for i in range(ends, len(tokens)) if drawn[i] > -math.inf and tokens[i] not in tokens[:ends]]
+            further += [(-node.total - drawn[i], place, i) for i in best]
+            if not best and not any(one > -math.inf for one in drawn[:ends]):
+                self.dead.append(node)
+        return sorted(further), last
+
+    def _wanted(self, total: float, length: int) -> bool:
+        """Whether a sequence is among the best ones."""
+        return len(self.kept) < self.beam.returns or self._power(total, length) > self.kept[-1][0]
+
+    def _keep(self, node: Node, finish: Finish) -> None:
+        """Take a sequence among the best ones, if it is one; of equal ones the first found stays in front."""
+        length = max(node.length, 1)
+        if self._wanted(node.total, length):
+            self.kept.append((self._power(node.total, length), node, finish))
+            self.kept.sort(key=lambda one: -one[0])
+            del self.kept[self.beam.returns :]
+
+    def _over(self, chosen: list[_Chosen]) -> bool:
+        """Whether none of these can come before the worst kept sequence, or enough have ended."""
+        if self.beam.early_stopping and self.ended >= self.beam.width:
+            return True
+        if not chosen or len(self.kept) < self.beam.returns:
+            return not chosen
+        best = chosen[0].node
+        last = self.limit if self.beam.length_penalty > 0 else best.length + 1
+        return not self._wanted(best.total, last)
+
+    def _power(self, total: float, length: int) -> float:
+        """`total / length^lp`."""
+        return total * math.exp(-self.beam.length_penalty * math.log(length))
+
+    def _count(self, further: _Ranked, last: _Ranked) -> None:
+        """Count the ends among the best candidates of a step."""
+        if last:
+            most = heapq.nsmallest(self.beam.width, [*further, *last])[-1][0]
+            self.ended += sum(cost <= most for cost, _, _ in last)

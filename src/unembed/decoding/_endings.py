@@ -1,0 +1,48 @@
+"""Where hypotheses of a search end by a stop string, and who is told of those that were found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unembed.decoding._hypotheses import Node
+from unembed.decoding._plan import Plan
+from unembed.decoding._strategy import Written
+from unembed.decoding._text import TextStream
+from unembed.decoding._writer import _CONTEXT, Writer
+
+
+class Endings:
+    """The texts of the sequences of a search.
+
+    Args:
+        plan: Stop strings, tokenizer and `on_token`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def stopped(self, row: int, node: Node) -> bool:
+        """Whether the text of a hypothesis of a prompt holds a stop string."""
+        if not self._plan.stop:
+            return False
+        context = [token for token in self._plan.prompts[row, -_CONTEXT:].tolist() if token >= 0]
+        stream = TextStream(self._plan.tokenizer, stop=self._plan.stop, context=context)
+        stream.push(*(one.token for one in node.path()))
+        return stream.stopped
+
+    def tell(self, found: list[list[Written]]) -> None:
+        """Add the texts of all sequences, and tell the best one of each prompt: nothing was certain before."""
+        if self._plan.tokenizer is None and self._plan.on_token is None:
+            return
+        for rank in range(max(map(len, found))):
+            writer = Writer(self._plan if rank == 0 else replace(self._plan, on_token=None))
+            for row, sequences in enumerate(found):
+                if rank < len(sequences):
+                    self._replay(writer, row, sequences[rank])
+
+    def _replay(self, writer: Writer, row: int, one: Written) -> None:
+        for token, log_prob, drawn in zip(one.tokens, one.log_probs, one.drawn_log_probs, strict=True):
+            writer.put(row, token, log_prob, drawn)
+        if one.finish == "dead end":
+            writer.dead_end(row)
+        one.text = writer.rows[row].text

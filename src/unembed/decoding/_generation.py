@@ -1,0 +1,44 @@
+"""What generation gives back.
+
+Shapes: B prompts, R sequences a prompt, L tokens of the longest sequence, n alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Finish = Literal["eos", "stop", "length", "dead end"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Sequences that were written, without their prompts; the best first where there are several a prompt.
+
+    Args:
+        tokens: Tokens, the one that ended a sequence included, `pad_id` after it.
+        lengths: Tokens of each sequence; 0 where a search found fewer sequences than were asked for.
+        log_probs: Log-probability of each token under the model's scores as they are: no temperature, no filter.
+        drawn_log_probs: The same under the distribution that the strategy chose from, after filters and masks.
+        scores: What the strategy ranks by: the sum of `drawn_log_probs` over a power of the length for beams; the sum
+            alone elsewhere.
+        finish: Why each sequence ended: `eos`, `stop` (a stop string), `length`, or `dead end` (nothing allowed).
+        texts: With a tokenizer: the text of each sequence, cut in front of its stop string.
+        alternative_ids: The most probable tokens at each place, under the model's scores as they are.
+        alternative_log_probs: Their log-probabilities.
+        extra: What only this strategy has to tell, by name.
+    """
+
+    tokens: Int[Tensor, "B R L"]
+    lengths: Int[Tensor, "B R"]
+    log_probs: Float[Tensor, "B R L"]
+    drawn_log_probs: Float[Tensor, "B R L"]
+    scores: Float[Tensor, "B R"]
+    finish: list[list[Finish]]
+    texts: list[list[str]] | None = None
+    alternative_ids: Int[Tensor, "B R L n"] | None = None
+    alternative_log_probs: Float[Tensor, "B R L n"] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,110 @@
+"""One draw a row through temperature, top-k, top-p and min-p at once, without a sort of the vocabulary.
+
+Rows with a small k are drawn from the list of their k largest scores, the others by sums of blocks of all of them.
+
+Shapes: * any, B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unembed.decoding._draw_all import draw_all
+from unembed.decoding._draw_listed import draw_listed
+from unembed.decoding._largest import largest
+from unembed.decoding._settings import Noise, Settings, require_finite
+from unembed.decoding.filters._base import Number
+from unembed.ops import widened
+from unembed.ops._seeds import Numbers, Stream, generated, uniforms, words
+
+
+def sample(
+    scores: Float[Tensor, "*b V"],
+    *,
+    temperature: Number = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: Number | None = None,
+    min_p: Number | None = None,
+    joint: bool = False,
+    seeds: Numbers | None = None,
+    positions: Numbers | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, "*b"]:
+    """Draw one class a row, exactly from `Temperature | TopK | TopP | MinP`, each on what the one before left.
+
+    Parameters are numbers, or tensors with one number a row. A class of probability 0 is never drawn.
+
+    Args:
+        scores: Scores; `-inf` is excluded.
+        temperature: T, from 0 (the first of the largest scores) to infinity.
+        top_k: Scores to keep, equal ones by the lowest index; all when None, and in rows where it is V or more.
+        top_p: Mass to keep, of what `top_k` left; all when None.
+        min_p: Probability to keep, relative to the best one; all when None.
+        joint: Whether the mass of `top_p` is that of the whole distribution, whatever `top_k`.
+        seeds: One whole number a row: a draw is then a function of the row's seed, position and scores alone, and the
+            same in any batch.
+        positions: With `seeds`, one whole number a row that counts its draws, as the place of the token; 0 when None.
+        generator: Instead of `seeds`; reproducible for one batch.
+
+    Raises:
+        ValueError: If a parameter is out of range or does not fit, both `seeds` and `generator` are given, or a row has
+            no finite score, or one of NaN or +inf.
+    """
+    if not scores.is_floating_point() or scores.ndim < 1 or scores.shape[-1] < 1:
+        raise ValueError(
+            f"`scores` must be floating point [*, V] with V >= 1, got {scores.dtype} {tuple(scores.shape)}."
+        )
+    rows = scores.detach().reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
+    settings = Settings.of(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
+    noise = _noise_of(rows, seeds, positions, generator)
+    return _drawn(rows.to(widened(rows.dtype)), settings, noise).reshape(scores.shape[:-1])
+
+
+def _noise_of(
+    rows: Tensor, seeds: Numbers | None, positions: Numbers | None, generator: torch.Generator | None
+) -> Noise:
+    """Uniform draws for some rows at an attempt."""
+    if seeds is None:
+        if positions is not None:
+            raise ValueError("`positions` count the draws of `seeds`: give both.")
+        return lambda which, _: generated(len(which), rows.device, generator)
+    if generator is not None:
+        raise ValueError("Give `seeds` or `generator`, not both.")
+    seed = words("seeds", seeds)
+    place = None if positions is None else words("positions", positions)
+    if len(seed) != len(rows):
+        raise ValueError(f"`seeds` must have one number for each of {len(rows)} rows, got {len(seed)}.")
+
+    def drawn(which: Int[Tensor, " n"], attempt: int) -> Tensor:
+        part = slice(None) if len(which) == len(seed) else which.cpu().numpy()
+        found = uniforms(seed[part], None if place is None else place[part], stream=Stream.TOKEN, attempt=attempt)
+        return torch.from_numpy(found).to(rows.device, torch.float32 if rows.device.type == "mps" else None)
+
+    return drawn
+
+
+def _drawn(rows: Float[Tensor, "B V"], settings: Settings, noise: Noise) -> Int[Tensor, " B"]:
+    """A class a row."""
+    everything = torch.arange(len(rows), device=rows.device)
+    if not len(rows):
+        return everything
+    heat = settings.temperature
+    if bool((heat == math.inf).any()) if isinstance(heat, Tensor) else heat == math.inf:
+        hot = torch.as_tensor(heat == math.inf, device=rows.device)
+        rows = torch.where(hot & rows.isfinite(), 0.0, rows)
+    if not isinstance(heat, Tensor) and heat == 0:
+        found = largest(rows, 1)
+        require_finite(found.values, everything)
+        return found.indices.squeeze(-1)
+    if not isinstance(settings.top_k, Tensor):
+        return (draw_all if settings.top_k is None else draw_listed)(rows, settings, everything, noise)
+    small = settings.top_k.squeeze(-1) < rows.shape[-1]
+    drawn = torch.empty_like(everything)
+    for draw, part in ((draw_listed, everything[small]), (draw_all, everything[~small])):
+        if len(part):
+            drawn[part] = draw(rows[part], settings.at(part), part, noise)
+    return drawn
