@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.decoding._largest import largest
-from unembed.decoding._settings import Noise, Settings, cooled, part, require_finite
+from unembed.decoding._settings import Settings, cooled, part, require_finite
+from unembed.ops import Noise
 from unembed.ops._draw import block_sums, picked
 
 _CHUNK = 1 << 21  # numbers of rows that go together on a CPU: what is read again is in its cache then
@@ -62,7 +63,7 @@ def _chunk(rows: Float[Tensor, "n V"], settings: Settings, which: Int[Tensor, " 
             torch.threshold_(weights, torch.nextafter(least, torch.zeros_like(least)).item(), 0.0)
     if sums is None or settings.min_p is not None:
         sums = block_sums(weights)
-    found = picked(weights, sums, noise(which, 0))
+    found = picked(weights, sums, noise.at(which)())
     if goal is not None:
         _draw_again(weights, goal.squeeze(-1), found, which, noise)
     if frozen is not None and bool(frozen.any()):
@@ -90,7 +91,7 @@ def _draw_again(
         weights, goal, left = front[again], goal[unsure[again]], left[unsure[again]]
         attempt += 1
         if len(left):
-            found[left] = picked(weights, sums[again], noise(which[left], attempt))
+            found[left] = picked(weights, sums[again], noise.at(which[left])(attempt))
 
 
 def _in_front(weights: Float[Tensor, "n V"], own: Tensor, drawn: Tensor) -> Float[Tensor, "n V"]:

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.decoding._largest import largest
-from unembed.decoding._settings import Noise, Settings, cooled, part, require_finite
+from unembed.decoding._settings import Settings, cooled, part, require_finite
+from unembed.ops import Noise
 from unembed.ops._draw import block_sums
 
 
@@ -52,7 +53,7 @@ def draw_listed(
         last = np.minimum(last, (weights >= _host(settings.min_p)).sum(1, keepdims=True) - 1)
     if frozen is not None:
         last = np.where(_host(frozen), 0, last)
-    places = torch.from_numpy(_places(total, last[:, 0], _host(noise(which, 0)))).to(ids.device)
+    places = torch.from_numpy(_places(total, last[:, 0], _host(noise.at(which)()))).to(ids.device)
     return ids.gather(-1, places[:, None]).squeeze(-1)
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from unembed.decoding._draw_all import draw_all
 from unembed.decoding._draw_listed import draw_listed
 from unembed.decoding._largest import largest
-from unembed.decoding._settings import Noise, Settings, require_finite
+from unembed.decoding._settings import Settings, require_finite
 from unembed.decoding.filters._base import Number
-from unembed.ops import widened
-from unembed.ops._seeds import Numbers, Stream, generated, uniforms, words
+from unembed.ops import Noise, Numbers, widened
 
 
 def sample(
@@ -60,31 +59,8 @@ def sample(
         )
     rows = scores.detach().reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
     settings = Settings.of(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
-    noise = _noise_of(rows, seeds, positions, generator)
+    noise = Noise.of(len(rows), rows.device, seeds=seeds, positions=positions, generator=generator)
     return _drawn(rows.to(widened(rows.dtype)), settings, noise).reshape(scores.shape[:-1])
-
-
-def _noise_of(
-    rows: Tensor, seeds: Numbers | None, positions: Numbers | None, generator: torch.Generator | None
-) -> Noise:
-    """Uniform draws for some rows at an attempt."""
-    if seeds is None:
-        if positions is not None:
-            raise ValueError("`positions` count the draws of `seeds`: give both.")
-        return lambda which, _: generated(len(which), rows.device, generator)
-    if generator is not None:
-        raise ValueError("Give `seeds` or `generator`, not both.")
-    seed = words("seeds", seeds)
-    place = None if positions is None else words("positions", positions)
-    if len(seed) != len(rows):
-        raise ValueError(f"`seeds` must have one number for each of {len(rows)} rows, got {len(seed)}.")
-
-    def drawn(which: Int[Tensor, " n"], attempt: int) -> Tensor:
-        part = slice(None) if len(which) == len(seed) else which.cpu().numpy()
-        found = uniforms(seed[part], None if place is None else place[part], stream=Stream.TOKEN, attempt=attempt)
-        return torch.from_numpy(found).to(rows.device, torch.float32 if rows.device.type == "mps" else None)
-
-    return drawn
 
 
 def _drawn(rows: Float[Tensor, "B V"], settings: Settings, noise: Noise) -> Int[Tensor, " B"]:

@@ -6,18 +6,14 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from unembed.decoding.filters._base import Number, within
 from unembed.decoding.filters._top_p import SLACK
-
-Noise = Callable[[Int[Tensor, " n"], int], Tensor]  # numbers of rows and an attempt: uniform draws
 
 
 @dataclass(frozen=True)
