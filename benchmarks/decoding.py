@@ -97,6 +97,7 @@ def _fixed_model(vocabulary: int) -> Any:
     import transformers
 
     bank = scores_of("Zipf-like", 64, vocabulary)[:, None]
+    bank[..., 1] = -30.0  # the end, which nobody comes to
 
     class Fixed(transformers.LlamaForCausalLM):
         def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Any:
@@ -120,7 +121,7 @@ def beam_rows(rounds: int, vocabularies: tuple[int, ...], batches: tuple[int, ..
         model = _fixed_model(vocabulary)
         for batch in batches:
             prompts = torch.full((batch, 2), 5)
-            plain = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "num_beams": 4}
+            plain = {"max_new_tokens": STEPS, "do_sample": False, "num_beams": 4}
             runs: dict[str, Run] = {
                 "theirs": functools.partial(model.generate, prompts, **plain),
                 "ours": functools.partial(
@@ -129,7 +130,6 @@ def beam_rows(rounds: int, vocabularies: tuple[int, ...], batches: tuple[int, ..
                     prompts,
                     strategy=decoding.Beam(4),
                     max_new_tokens=STEPS,
-                    filters=decoding.MinLength(STEPS, [1]),
                 ),
             }
             in_turns(runs, rounds=1)

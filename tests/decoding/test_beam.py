@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unembed.decoding import AllowedIds, CachedScorer, FunctionScorer, Generation, History, NoRepeatNgram
-from unembed.decoding._beam import Beam
+from unembed.decoding import (
+    AllowedIds,
+    Beam,
+    CachedScorer,
+    FunctionScorer,
+    Generation,
+    History,
+    NoRepeatNgram,
+    RepetitionPenalty,
+    generate,
+)
 from unembed.decoding._plan import Event, Plan
 from unembed.decoding.filters import Chain
 
@@ -91,17 +100,60 @@ def plain(function: Any, prompt: list[int], limit: int, ends: Sequence[int], bea
     ends=st.integers(0, 3),
     penalty=st.sampled_from(PENALTIES),
     width=st.integers(1, 5),
+    returns=st.integers(1, 2),
     spread=st.sampled_from([0.1, 1.0, 4.0]),
     seed=st.integers(0, 10**6),
 )
 def test_the_search_stops_early_only_where_nothing_better_can_come(
-    *, toy, vocabulary, limit, ends, penalty, width, spread, seed
+    *, toy, vocabulary, limit, ends, penalty, width, returns, spread, seed
 ):
     function, ends = toy(vocabulary, seed, spread), tuple(range(min(ends, vocabulary - 1)))
-    beam = Beam(width, penalty, returns=width)
+    beam = Beam(width, penalty, returns=min(width, returns))
     found = searched(function, beam, [[1]], limit, eos_ids=ends)
     wanted = plain(function, [1], limit, ends, beam)
     assert rows(found) == [one for _, one in wanted]
+
+
+def scripted(chances: dict[tuple[int, ...], list[float]], default: list[float]) -> Any:
+    """Probabilities after what is written behind a prompt of one token."""
+
+    def function(tokens: Tensor) -> Tensor:
+        return torch.tensor(
+            [chances.get(tuple(row[1:]), default) for row in tokens.tolist()], dtype=torch.float64
+        ).log()
+
+    return function
+
+
+def test_a_long_sequence_may_still_win_when_its_next_score_would_not():
+    """After three tokens -log 0.65 / 3 is kept, and a hypothesis of sum log 0.3 would have log 0.3 / 4 next."""
+    chances = {(): [0.05, 0.3, 0.65], (2,): [0, 0, 1], (2, 2): [1, 0, 0]}
+    found = searched(scripted(chances, [0, 1, 0]), Beam(2, 1.0), [[1]], 10, eos_ids=(0,))
+    assert rows(found) == [(1,) * 10]
+    assert float(found.scores) == pytest.approx(math.log(0.3) / 10)
+
+
+def test_with_a_negative_penalty_the_next_score_decides():
+    """log 0.2 is kept; the other hypothesis would have 10 log 0.75 at the end, but 2 log 0.75 next."""
+    chances = {(): [0.2, 0.75, 0.05], (1,): [1, 0, 0]}
+    found = searched(scripted(chances, [0, 1, 0]), Beam(2, -1.0), [[1]], 10, eos_ids=(0,))
+    assert rows(found) == [(1, 0)]
+    assert float(found.scores) == pytest.approx(2 * math.log(0.75))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0])
+def test_the_search_of_a_prompt_ends_as_soon_as_nothing_better_can_come(penalty):
+    """An end of 0.9 at once; beside it log 0.1, which with a penalty of 1 comes before from 22 tokens on."""
+    seen = []
+
+    def function(tokens: Tensor) -> Tensor:
+        seen.append(tokens.shape[1])
+        return torch.tensor([[0.9, 0.1]] if tokens.shape[1] == 1 else [[0.0, 1.0]], dtype=torch.float64).log()
+
+    assert rows(searched(function, Beam(1, penalty), [[1]], 21, eos_ids=(0,))) == [(0,)]
+    assert len(seen) == 1
+    long = rows(searched(function, Beam(1, penalty), [[1]], 22, eos_ids=(0,)))
+    assert long == [(1,) * 22 if penalty > 0 else (0,)]
 
 
 @settings(deadline=None, max_examples=30)
@@ -313,6 +365,19 @@ def test_alternatives_are_those_of_the_place(toy):
             assert found.alternative_ids[0, r, place].tolist() == best.indices.tolist()
             torch.testing.assert_close(found.alternative_log_probs[0, r, place], best.values.float())
     assert bool((found.log_probs[:, :, :3] < found.drawn_log_probs[:, :, :3]).any())
+
+
+def test_through_the_front_door_settings_of_a_row_follow_its_hypotheses(toy):
+    options: dict[str, Any] = {"max_new_tokens": 5, "eos_ids": 0, "strategy": Beam(3, 0.0, returns=3)}
+    heat, penalty = torch.tensor([0.5, 3.0]), torch.tensor([1.0, 1.7])
+    together = generate(
+        toy(6, 9), [[1, 2], [3]], temperature=heat, filters=RepetitionPenalty(penalty), top_k=[6, 2], **options
+    )
+    for row, (prompt, top_k) in enumerate([([1, 2], 6), ([3], 2)]):
+        filters = RepetitionPenalty(float(penalty[row]))
+        alone = generate(toy(6, 9), prompt, temperature=float(heat[row]), filters=filters, top_k=top_k, **options)
+        assert rows(together, row) == rows(alone)
+        torch.testing.assert_close(together.scores[row], alone.scores[0], atol=1e-6, rtol=1e-6)
 
 
 def test_scores_in_half_precision_are_summed_in_a_wider_one():

@@ -109,7 +109,7 @@ def test_over_all_noise_sequences_have_the_distribution_of_the_model(toy, leaves
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_sequences_are_drawn_from_the_distribution_of_the_model(toy, leaves, chi_square, example):
-    head, draws = made(example), 100_000
+    head, draws = made(example), 20_000
     model, plan = model_of(head, toy), plan_of([[1]] * draws, 3, seeds=np.arange(draws, dtype=np.uint64))
     found = SelfSpeculative(head).run(FunctionScorer(model, keep_hidden=True), plan)
     every = leaves(lambda tokens: model(tokens)[0][:, -1], [1], 3)

@@ -23,13 +23,14 @@ from unembed.decoding import (
     MinP,
     NoRepeatNgram,
     RepetitionPenalty,
+    Speculative,
     Temperature,
     TopK,
     TopP,
+    generate,
 )
 from unembed.decoding._plan import Event, Plan
 from unembed.decoding._speculation import verified
-from unembed.decoding._speculative import Speculative
 from unembed.decoding._steps import Greedy
 from unembed.decoding.filters import Chain, Filter
 
@@ -159,14 +160,19 @@ def test_d21_over_all_noise_sequences_have_the_distribution_of_the_target(toy, l
     ],
 )
 def test_d22_sequences_are_drawn_with_independent_noise(toy, leaves, chi_square, noise, draws):
-    target = toy(3, 1, 1.0)
+    """Half of the drafts are refused. Noise of draft and residual in common would spare the last ids."""
+    target = toy(4, 1, 0.3)
+
+    def draft(tokens: Tensor) -> Tensor:
+        return torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64).log().expand(len(tokens), -1)
+
     options: dict[str, Any] = {"generator": torch.Generator().manual_seed(2)}
     if noise == "seeds":
         options = {"seeds": np.arange(draws, dtype=np.uint64)}
-    found = spoken(target, Speculative(toy(3, 2, 1.0), 2), [[2]] * draws, 3, eos_ids=(0,), **options)
+    found = spoken(target, Speculative(draft, 2), [[2]] * draws, 3, eos_ids=(0,), **options)
     wanted = {one: math.exp(log_p) for one, log_p in leaves(target, [2], 3, (0,)).items()}
     assert chi_square(Counter(rows(found)), wanted) > 1e-4
-    assert 0.05 < float(found.extra["accepted"].sum() / found.extra["tested"].sum()) < 0.95
+    assert 0.3 < float(found.extra["accepted"].sum() / found.extra["tested"].sum()) < 0.7
 
 
 @settings(deadline=None, max_examples=25)
@@ -208,6 +214,21 @@ def test_a_row_follows_its_own_seed_in_any_batch(*, toy, lookahead, limit, seed)
     for row, prompt in enumerate(prompts):
         alone = spoken(toy(5, seed), strategy, [prompt], limit, seeds=seeds[row : row + 1], **options)
         assert rows(alone)[0] == rows(together)[row]
+
+
+def test_through_the_front_door_settings_of_a_row_follow_the_row(toy):
+    """Sample and Speculative choose from one distribution: greedy in the first row, drawn with top-k in the second."""
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": [0.0, 1.5], "top_k": [5, 2], "seeds": [1, 2]}
+    strategy = Speculative(toy(5, 1), 3, draft_filters=Temperature(torch.tensor([1.0, 0.5])))
+    found = generate(toy(5, 0), [[1, 4], [0]], strategy=strategy, **options)
+    greedy = generate(toy(5, 0), [1, 4], max_new_tokens=6)
+    assert rows(found)[0] == rows(greedy)[0]
+    for place, token in enumerate(rows(found)[1]):
+        scores = toy(5, 0)(torch.tensor([[0, *rows(found)[1][:place]]])) / 1.5
+        best = scores.topk(2)
+        assert token in best.indices[0].tolist()
+        own = scores[0, token] - best.values.logsumexp(-1)
+        torch.testing.assert_close(found.drawn_log_probs[1, 0, place].double(), own[0], atol=1e-6, rtol=1e-6)
 
 
 def test_a_draft_that_is_the_target_is_always_kept(toy):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from unembed.decoding import FunctionScorer, Generation, History, NoRepeatNgram, TopK
+from unembed.decoding import FunctionScorer, Generation, History, NoRepeatNgram, StochasticBeam, TopK, generate
 from unembed.decoding._plan import Plan
-from unembed.decoding._stochastic_beam import StochasticBeam, conditioned
+from unembed.decoding._stochastic_beam import conditioned
 from unembed.decoding.filters import Chain
 
 
@@ -179,6 +179,27 @@ def test_the_conditional_maximum_is_its_definition_and_keeps_the_order(noisy, la
                 + mpmath.exp(-mpmath.mpf(own))
             )
             assert got == pytest.approx(float(exact), abs=1e-9)
+
+
+@torch.no_grad()
+def test_with_a_cache_it_draws_what_it_draws_without():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=30, **sizes, initializer_range=0.5)).double().eval()
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "eos_ids": [4, 7],
+        "seeds": [5, 6, 7],
+        "strategy": StochasticBeam(4),
+    }
+    prompts = [[3, 4, 5], [9], [1, 2]]
+    found = generate(model, prompts, **options)
+    again = generate(lambda tokens: model(tokens).logits, prompts, **options, pad_id=4)
+    assert [rows(found, row) for row in range(3)] == [rows(again, row) for row in range(3)]
+    torch.testing.assert_close(found.extra["perturbed_log_probs"], again.extra["perturbed_log_probs"])
+    assert len({len(one) for row in range(3) for one in rows(found, row)}) > 1
 
 
 def test_options_that_cannot_be_are_refused():

@@ -70,7 +70,7 @@ class Beam(Strategy):
         while True:
             # The `width` that go on are, of each hypothesis, among the `width` best that are no end.
             offers = frontier.offers(self.width + len(ends))
-            ends = ends[ends < offers.classes]
+            ends = ends[ends < offers.classes].to(offers.best.device)
             found = offers.candidates(torch.cat([ends.expand(len(offers.best), -1), offers.best], 1))
             first, chosen = 0, []
             for search in searches:

@@ -107,7 +107,7 @@ class Row:
         wide = torch.float32 if allowed.device.type == "mps" else torch.float64
         return torch.softmax(allowed.to(wide), -1) if bool(best > -torch.inf) else None
 
-    def uniform(self, position: int, stream: Stream, like: Tensor) -> Float[Tensor, 1]:
+    def uniform(self, position: int, stream: Stream, like: Tensor) -> Float[Tensor, " 1"]:
         """A draw at a place, of its own for each use."""
         which, where = torch.tensor([self.number]), torch.tensor([position])
         return self.plan.uniforms(which, where, stream).to(like.device, like.dtype)
