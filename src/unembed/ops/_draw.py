@@ -95,13 +95,10 @@ def block_sums(weights: Float[Tensor, "n V"]) -> Float[Tensor, "n G"]:
     """Sums of blocks of classes, float64; the last block may be shorter."""
     width = weights.shape[-1]
     blocks = width // _BLOCK
-    whole = weights[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
-    wide = torch.float32 if weights.device.type == "mps" else torch.float64
-    sums = torch.empty(len(weights), blocks + (blocks * _BLOCK < width), dtype=wide, device=weights.device)
-    sums[:, :blocks] = whole.sum(-1)
+    sums = weights[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).sum(-1)
     if blocks * _BLOCK < width:
-        sums[:, blocks] = weights[:, blocks * _BLOCK :].sum(-1)
-    return sums
+        sums = torch.cat([sums, weights[:, blocks * _BLOCK :].sum(-1, keepdim=True)], -1)
+    return sums if sums.device.type == "mps" else sums.double()
 
 
 def inside(uniform: Tensor, total: Tensor) -> Tensor:
