@@ -5,7 +5,8 @@
 - `leaves(function, prompt, limit, ends, allowed=None)` gives every sequence after a prompt with its log-probability:
   those that end with one of `ends`, and those of `limit` tokens. `allowed` maps scores [1, V] and the tokens written so
   far to scores; where it leaves nothing, a sequence ends.
-- `chi_square(counts, probabilities)` gives the p-value of counts of drawn outcomes; a dictionary each.
+- `chi_square(counts, probabilities)` gives the p-value of counts of drawn outcomes, a dictionary each, by the one test
+  of the package, `testing._checks_decode.chi_square`, which test_sample.py holds to scipy and to D27.
 - `choices(run)` gives the exact distribution of what `run` returns, when it writes one row by speculation.
 """
 
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
+
+from unembed.testing._checks_decode import chi_square
 
 _STATES = 997
 
@@ -32,8 +34,8 @@ def leaves() -> Callable[..., Any]:
     return _leaves
 
 
-@pytest.fixture(scope="session")
-def chi_square() -> Callable[..., Any]:
+@pytest.fixture(scope="session", name="chi_square")
+def _given_chi_square() -> Callable[..., Any]:
     return _chi_square
 
 
@@ -80,15 +82,8 @@ def _leaves(
 
 def _chi_square(counts: Mapping[Any, int], probabilities: Mapping[Any, float]) -> float:
     assert set(counts) <= {one for one, p in probabilities.items() if p > 0}, "something of probability 0 was drawn"
-    total = sum(counts.values())
-    expected = {one: total * p for one, p in probabilities.items() if p > 0}
-    rare = {one for one, count in expected.items() if count < 10}
-    pooled = [(counts.get(one, 0), count) for one, count in expected.items() if one not in rare]
-    if rare:
-        pooled.append((sum(counts.get(one, 0) for one in rare), sum(expected[one] for one in rare)))
-    seen, wanted = zip(*pooled, strict=True)
-    scale = sum(seen) / sum(wanted)
-    return float(stats.chisquare(seen, [scale * one for one in wanted]).pvalue) if len(pooled) > 1 else 1.0
+    seen = torch.tensor([counts.get(one, 0) for one in probabilities])
+    return chi_square(seen, torch.tensor(list(probabilities.values()), dtype=torch.float64))
 
 
 class Choices:
@@ -125,19 +120,24 @@ class Choices:
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
-    """`Choices` that stand in the place of the noise of speculative sampling."""
+    """`Choices` in the place of the numbers that speculative sampling draws with; what they mean it says itself.
+
+    A draw sees the middle of the part of [0, 1) that is a token's, a verdict a number close to where it must change.
+    """
     from unembed.decoding import _speculation
 
-    found = Choices()
+    found, close = Choices(), 1e-9
+    draw, verify = _speculation._drawn, _speculation.verified
 
     def drawn(weights: Tensor, uniform: Tensor) -> Tensor:
-        return torch.tensor([found.choose(weights[0].tolist())])
+        ends = (weights[0] / weights.sum()).cumsum(0)
+        chosen = found.choose(weights[0].tolist())
+        return draw(weights, (ends[chosen] - weights[0, chosen] / weights.sum() / 2)[None].to(uniform))
 
     def verified(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, redraw: Tensor) -> tuple[Tensor, Tensor]:
         kept = min(1.0, float(p[0, drafts[0]] / q[0, drafts[0]]))
-        if found.choose([1.0 - kept, kept]):
-            return drafts, torch.tensor([True])
-        return drawn((p - q).clamp(min=0), redraw), torch.tensor([False])
+        number = kept - close if found.choose([1.0 - kept, kept]) else kept + close
+        return verify(p, q, drafts, torch.full_like(accept, max(number, 0.0)), redraw)
 
     monkeypatch.setattr(_speculation, "_drawn", drawn)
     monkeypatch.setattr(_speculation, "verified", verified)

@@ -326,7 +326,7 @@ class Letters:
     """A token a letter."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join("abcdef"[one] for one in ids)
+        return "".join("abcdefghijkl"[one] for one in ids)
 
 
 def test_stop_strings_end_a_hypothesis_and_texts_and_events_are_told(toy, leaves):
@@ -392,12 +392,95 @@ def test_scores_that_are_no_numbers_are_refused():
         searched(lambda tokens: torch.full((len(tokens), 3), torch.nan), Beam(2), [[0]], 3)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_stop_strings_take_no_place_from_hypotheses_that_go_on(width):
+    """Enumerated: three times the third token, then the end, at (3 log .28 + log .3) / 16."""
+
+    class Words:
+        def decode(self, ids: Sequence[int]) -> str:
+            return "".join(("S.", "S,", "a", "e")[one] for one in ids)
+
+    found = searched(scripted({}, [0.3, 0.29, 0.28, 0.13]), Beam(width, 2.0), [[1]], 4, stop=("S",), tokenizer=Words())
+    assert rows(found) == [(2, 2, 2, 0)]
+    assert float(found.scores) == pytest.approx((3 * math.log(0.28) + math.log(0.3)) / 16)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    vocabulary=st.integers(4, 12),
+    limit=st.integers(1, 5),
+    stops=st.lists(
+        st.sampled_from("abcdefghijkl") | st.text("abcdef", min_size=2, max_size=2), min_size=4, max_size=12
+    ),
+    ends=st.integers(0, 2),
+    penalty=st.sampled_from([0.0, 1.0, 2.0]),
+    spread=st.sampled_from([0.1, 0.5, 2.0]),
+    width=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_with_stop_strings_it_is_the_search_written_down(
+    *, toy, vocabulary, limit, stops, ends, penalty, spread, width, seed
+):
+    """All candidates in one list, looked at in order until `width` go on."""
+    function, last = toy(vocabulary, seed, spread), range(min(ends, vocabulary - 1))
+    running: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    kept: list[tuple[float, tuple[int, ...]]] = []
+    for length in range(1, limit + 1):
+        pool = []
+        for total, written in running:
+            own = function(torch.tensor([[1, *written]]))[0].log_softmax(-1).tolist()
+            pool += [(total + one, (*written, token)) for token, one in enumerate(own)]
+        running = []
+        for total, written in sorted(pool, key=lambda one: -one[0]):
+            if written[-1] in last:
+                kept.append((total / length**penalty, written))
+            elif len(running) < width:
+                stopped = any(one in "".join("abcdefghijkl"[token] for token in written) for one in stops)
+                if stopped or length == limit:
+                    kept.append((total / length**penalty, written))
+                else:
+                    running.append((total, written))
+    wanted = max(kept, default=None, key=lambda one: one[0])
+    found = searched(
+        function, Beam(width, penalty), [[1]], limit, eos_ids=tuple(last), stop=tuple(stops), tokenizer=Letters()
+    )
+    assert wanted is not None
+    assert float(found.scores) == pytest.approx(wanted[0])
+    assert rows(found) == [wanted[1]]
+
+
+def test_looking_for_stop_strings_decodes_a_few_tokens_a_step(toy):
+    """Not the whole text again for each candidate: the work grows with the length."""
+    count = 0
+
+    class Counting(Letters):
+        def decode(self, ids: Sequence[int]) -> str:
+            nonlocal count
+            count += len(ids)
+            return super().decode(ids)
+
+    seen = []
+    for limit in (50, 100):
+        count = 0
+        searched(toy(6, 1), Beam(3, 1.0), [[1]], limit, stop=("abcdefabc",), tokenizer=Counting())
+        seen.append(count)
+    assert seen[1] < 2.5 * seen[0]
+
+
+def test_an_end_named_twice_is_one_end(toy):
+    found = generate(toy(4, 1), [[1]], strategy=Beam(4, returns=4), max_new_tokens=3, eos_ids=[0, 0, 2, 0])
+    once = generate(toy(4, 1), [[1]], strategy=Beam(4, returns=4), max_new_tokens=3, eos_ids=[0, 2])
+    assert len(set(rows(found))) == 4
+    assert rows(found) == rows(once)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"width": 0}, "`width` must be a whole number of at least 1, got 0"),
         ({"width": 2, "returns": 3}, "`returns` must be at most `width`, got 3 of 2"),
         ({"length_penalty": math.nan}, "`length_penalty` must lie in"),
+        ({"length_penalty": "a"}, r"`length_penalty` must lie in \[-20, 20\], got 'a'"),
         ({"early_stopping": "never"}, "`early_stopping` must be True or False, got 'never'"),
     ],
 )

@@ -139,6 +139,7 @@ def test_a_dead_end_ends_the_row_alone(model):
     [
         ({"k": 0}, "`k` must be a whole number of at least 1, got 0"),
         ({"alpha": 1.5}, "`alpha` must be from 0 to 1, got 1.5"),
+        ({"alpha": "x"}, "`alpha` must be from 0 to 1, got 'x'"),
     ],
 )
 def test_options_out_of_range(options, message):

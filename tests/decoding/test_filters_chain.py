@@ -134,6 +134,13 @@ def test_a_tensor_of_tokens_counts_as_written():
         (lambda: Chain((TopK(1), "top-p")), "A chain takes filters, got str."),
         (lambda: Joint((TopK(1), Temperature(0.5))), "`Joint` takes filters that only exclude, got Temperature."),
         (lambda: Joint((TopK(1),), min_keep=0), "`min_keep` must be a whole number of at least 1, got 0."),
+        (lambda: Joint((TopK(1),), min_keep=True), "`min_keep` must be a whole number of at least 1, got True."),
+        (lambda: Chain(TopK(2)), "A chain takes a sequence of filters, got TopK(k=2, min_keep=1)."),
+        (lambda: Joint(TopK(2)), "`Joint` takes a sequence of filters, got TopK(k=2, min_keep=1)."),
+        (lambda: Joint(3), "`Joint` takes a sequence of filters, got 3."),
+        (lambda: TopK(2) | None, "`|` takes a sequence of filters, got None."),
+        (lambda: "ab" | TopK(2), "`|` takes a sequence of filters, got 'ab'."),
+        (lambda: TopK(2) | [3], "A chain takes filters, got int."),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(make, message):

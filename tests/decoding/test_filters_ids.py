@@ -47,6 +47,14 @@ def test_min_length_counts_what_was_written():
     assert (found > -INF).tolist() == [[False, True, True, False], [True] * 4, [False, True, True, False]]
 
 
+def test_min_length_may_differ_by_row():
+    history = History.of([[7], [7], [7]], [[5], [5], [5]])
+    found = MinLength(torch.tensor([0, 1, 2]), [0])(torch.zeros(3, 8), history)
+    assert (found[:, 0] == -INF).tolist() == [False, False, True]
+    alone = [MinLength(n, [0])(torch.zeros(1, 8), History.of([[7]], [[5]])) for n in (0, 1, 2)]
+    assert torch.equal(found, torch.cat(alone))
+
+
 def test_min_length_leaves_a_row_where_only_the_end_is_possible():
     scores = torch.tensor([[0.0, -INF, -INF, 1.0]])
     assert torch.equal(MinLength(9, eos_ids=[0, 3])(scores, torch.tensor([[2]])), scores)
@@ -60,7 +68,12 @@ def test_min_length_leaves_a_row_where_only_the_end_is_possible():
         (lambda: BannedIds([-1]), "`ids` must be at least 0, got -1."),
         (lambda: BannedIds(torch.tensor(3)), "`ids` must have one dimension, got ()."),
         (lambda: BannedIds([5])(torch.zeros(3)), "`ids` holds id 5, but scores have 3 classes."),
+        (lambda: BannedIds(5), "`ids` must be ids, whole numbers from 0 on, got 5."),
         (lambda: MinLength(-1, [0]), "`tokens` must be at least 0, got -1."),
+        (
+            lambda: MinLength(torch.tensor([1, 2, 3]), [0])(torch.zeros(2, 3), torch.tensor([[0], [0]])),
+            "`tokens` must be a number or have shape [2], got (3,).",
+        ),
         (
             lambda: MinLength(1, [9])(torch.zeros(1, 3), torch.tensor([[0]])),
             "`eos_ids` holds id 9, but scores have 3 classes.",

@@ -1,6 +1,8 @@
-"""Every filter of the package through `testing.check_filter`."""
+"""Every filter of the package through `testing.check_filter`, and what they all refuse."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from unembed.decoding import (
 )
 from unembed.testing import check_filter
 
+ROWS = 6
 A_ROW = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64)
 EVERY: list[Filter] = [
     Temperature(0.7),
@@ -68,11 +71,13 @@ EVERY: list[Filter] = [
     DRY(0.8, allowed_length=1),
     DRY(0.8, allowed_length=1, breakers=(2,), window=6),
     MinLength(3, eos_ids=[0, 7]),
+    MinLength(torch.tensor([0, 1, 2, 3, 9, 4]), eos_ids=[0, 7]),
     Joint((TopK(5), TopP(0.6))),
     Joint((TopK(5), TopP(A_ROW)), min_keep=2),
     Chain(),
     FrequencyPenalty(0.2) | Temperature(0.8) | TopK(10) | TopP(A_ROW) | MinP(0.01) | XTC(0.1, 0.5),
 ]
+RULES = [*EVERY, RepetitionPenalty(1.3), AllowedIds([3]), BannedIds([7])]
 
 
 @pytest.mark.parametrize("given", EVERY, ids=lambda given: type(given).__name__)
@@ -98,6 +103,29 @@ def test_a_constraint_obeys_all_but_one_kept(given):
 
 
 def test_no_filter_was_forgotten():
-    tried = {type(one) for one in [*EVERY, RepetitionPenalty(1.3), AllowedIds([3]), BannedIds([7])]}
-    public = {getattr(filters, name) for name in filters.__all__} - {Filter, filters.Selection, filters.Distribution}
+    tried = {type(one) for one in RULES}
+    public = {getattr(filters, name) for name in filters.__all__} - {
+        Filter,
+        filters.Selection,
+        filters.Distribution,
+        filters.Number,
+    }
     assert public <= tried
+
+
+@pytest.mark.parametrize("given", RULES, ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("bad", "shown"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_every_filter_refuses_nan_and_plus_infinity_by_the_row(given, dtype, bad, shown):
+    scores = torch.randn(ROWS, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[4, 150], scores[2] = bad, -torch.inf  # a row without any score may be
+    history = torch.tensor([[1, 2, 1, 2, 1]]).expand(ROWS, -1)
+    with pytest.raises(ValueError, match="Row") as told:
+        given(scores, history)
+    assert str(told.value) == f"Row 4 of `scores` holds {shown}: expected finite scores or -inf."
+
+
+def test_stages_refuse_them_too_and_no_rows_are_no_error():
+    with pytest.raises(ValueError, match="Row 0 of `scores` holds nan"):
+        (TopK(3) | TopP(0.9)).stages(torch.tensor([1.0, math.nan]))
+    assert (TopK(3) | TopP(0.9))(torch.zeros(0, 7)).shape == (0, 7)

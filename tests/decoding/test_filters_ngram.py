@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,6 +87,14 @@ def test_dry_of_a_base_of_1_is_flat_and_of_a_large_one_saturates():
     assert found[0, 3].item() == pytest.approx(-1e30)
 
 
+def test_breakers_may_be_any_sequence_of_ids():
+    scores, text = torch.zeros(1, V), torch.tensor([[1, 2, 3, 1, 2]])
+    for breakers in ([2], torch.tensor([2]), np.array([2])):
+        assert DRY(1.0, breakers=breakers) == DRY(1.0, breakers=(2,))
+        assert torch.equal(DRY(1.0, breakers=breakers)(scores, text), scores)
+    assert DRY(1.0)(scores, text)[0, 3] == -1.0
+
+
 def test_padding_is_no_token():
     for given_filter in (NoRepeatNgram(2), DRY(1.0, allowed_length=1)):
         alone = given_filter(torch.zeros(1, V), History.of([[1, 2, 1]], [[]]))
@@ -100,6 +109,22 @@ def test_padding_is_no_token():
         (lambda: NoRepeatNgram(2, scope="prompt"), "`scope` must be all or written, got 'prompt'."),
         (lambda: DRY(1.0, base=0.5), "`base` must be at least 1, got 0.5."),
         (lambda: DRY(1.0, allowed_length=0), "`allowed_length` must be at least 1, got 0."),
+        (lambda: DRY(1.0, allowed_length=None), "`allowed_length` must be whole, got None."),
+        (lambda: DRY(1.0, window=1.5), "`window` must be whole, got 1.5."),
+        (lambda: DRY(1.0, breakers=("\n", '"')), "`breakers` must be whole, got '\\n'."),
+        (lambda: DRY(1.0, breakers=(1.5,)), "`breakers` must be whole, got 1.5."),
+        (lambda: DRY(1.0, breakers="ab"), "`breakers` must be ids, whole numbers from 0 on, got 'ab'."),
+        (lambda: DRY(1.0, breakers=1), "`breakers` must be ids, whole numbers from 0 on, got 1."),
+        (lambda: DRY(torch.ones(2)), "`multiplier` must be one number for all rows, got a tensor of shape (2,)."),
+        (lambda: DRY(1.0, base=torch.ones(2)), "`base` must be one number for all rows, got a tensor of shape (2,)."),
+        (
+            lambda: DRY(1.0, window=torch.tensor([2])),
+            "`window` must be one number for all rows, got a tensor of shape (1,).",
+        ),
+        (
+            lambda: NoRepeatNgram(torch.tensor([1, 2])),
+            "`n` must be one number for all rows, got a tensor of shape (2,).",
+        ),
         (
             lambda: DRY(1.0)(torch.zeros(1, 3), torch.tensor([[7, 8, 7, 8, 7, 8]])),
             "`history` holds id 7, but scores have 3 classes.",

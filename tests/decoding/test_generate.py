@@ -10,14 +10,18 @@ import torch
 from torch import nn
 
 from unembed.decoding import (
+    XTC,
     AllowedIds,
     BannedIds,
+    Contrastive,
     FrequencyPenalty,
+    FunctionScorer,
     Greedy,
     History,
     PresencePenalty,
     RepetitionPenalty,
     Sample,
+    Speculative,
     Temperature,
     TopK,
     generate,
@@ -167,6 +171,13 @@ class Letters:
             {"filters": RepetitionPenalty(torch.ones(2))},
             r"`RepetitionPenalty.penalty` must be a number or have shape \[1\], got \(2,\)",
         ),
+        ([[1]], {"max_new_tokens": "a"}, "one for each of 1 rows, got 'a'"),
+        ([[1]], {"max_new_tokens": [1, None]}, r"one for each of 1 rows, got \[1, None\]"),
+        ([[1]], {"filters": 3}, "`filters` must be a filter or a list of them, got 3"),
+        ([[1]], {"stop": None, "tokenizer": Letters()}, "`stop` must be strings that are not empty, got None"),
+        ([[1]], {"seeds": 1.5}, "`seeds` must be whole numbers of 64 bits, one a row, got 1.5"),
+        ([[1]], {"eos_ids": 1.5}, "`eos_ids` must be whole numbers of at least 0, got 1.5"),
+        ([[1]], {"mask": "x"}, "`mask` must be a function of the `History`, got 'x'"),
         ([[1]], {"filters": ["greedy"]}, "A chain takes filters, got str"),
         (
             [[1]],
@@ -194,6 +205,62 @@ def test_mistakes_are_told_in_one_line(toy, ids, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         generate(toy(V, 0), ids, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_ends_may_be_a_tensor_and_a_seed_a_number_of_numpy(toy):
+    plain = generate(toy(V, 0), [[1]], eos_ids=[3, 0], seeds=5, max_new_tokens=20)
+    other = generate(toy(V, 0), [[1]], eos_ids=torch.tensor([3, 0]), seeds=np.int64(5), max_new_tokens=20)
+    assert torch.equal(plain.tokens, other.tokens)
+    assert plain.finish == [["eos"]]
+
+
+def test_rules_without_chance_leave_the_draws_of_a_generator(toy):
+    def drawn(**options):
+        generator = torch.Generator().manual_seed(3)
+        found = generate(toy(V, 0), [[1], [2]], generator=generator, max_new_tokens=12, **options)
+        return found.tokens.tolist(), generator.get_state().tolist()
+
+    plain = drawn()
+    assert drawn(mask=lambda history: torch.ones(len(history.tokens), V, dtype=torch.bool)) == plain
+    assert drawn(filters=RepetitionPenalty(1.0)) == plain
+    coins = drawn(filters=XTC(0.1, 0.0))  # excludes nothing, but looks at its coin
+    assert coins[1] != plain[1]
+
+
+@torch.no_grad()
+def test_more_tokens_than_positions_are_warned_of(family_folder):
+    transformers = pytest.importorskip("transformers")
+    folder = family_folder("llama", max_position_embeddings=16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.warns(UserWarning, match="made for 16 tokens, and prompt and `max_new_tokens` are up to 17") as caught:
+        generate(model, [[3, 4, 5], [6]], max_new_tokens=[15, 3], eos_ids=())
+    assert len(caught) == 1
+    generate(model, [[3, 4, 5], [6]], max_new_tokens=[14, 16], eos_ids=())  # all are read at a place that there is
+
+
+class Bare:
+    """A scorer that forgets nothing and keeps no hidden states."""
+
+    def start(self, tokens, real):
+        return torch.zeros(len(tokens), V)
+
+    def extend(self, tokens):
+        return torch.zeros(*tokens.shape, V)
+
+    def select(self, rows):
+        """Nothing is kept."""
+
+
+def test_scorers_that_lack_what_a_strategy_needs(toy):
+    assert generate(Bare(), [[1]], max_new_tokens=2).tokens.tolist() == [[[0, 0]]]
+    with pytest.raises(ValueError, match="`model` must have `rewind` for Speculative, but Bare has none"):
+        generate(Bare(), [[1]], strategy=Speculative(toy(V, 0)))
+    with pytest.raises(ValueError, match="`draft` must have `rewind` for Speculative, but Bare has none"):
+        generate(toy(V, 0), [[1]], strategy=Speculative(Bare()))
+    with pytest.raises(ValueError, match="`model` must have `hidden` for Contrastive, but Bare has none"):
+        generate(Bare(), [[1]], strategy=Contrastive())
+    with pytest.raises(ValueError, match="This strategy needs hidden states, and FunctionScorer keeps none"):
+        generate(FunctionScorer(toy(V, 0)), [[1]], strategy=Contrastive())
 
 
 class EncoderDecoder(nn.Module):

@@ -264,7 +264,7 @@ def test_equal_texts_have_no_interval_that_pretends():
     for name in ("seq_rep_4", "perplexity", "zipf_coefficient", "longest_repeat"):
         assert found[name].value is not None
         assert found[name].ci95 is None
-        assert found[name].reason.startswith("no interval: all sequences have one value")
+        assert found[name].reason.startswith("no interval: resampling changes nothing")
 
 
 def test_a_token_that_cannot_be_leaves_no_interval_that_pretends():

@@ -3,15 +3,18 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
+from scipy import stats
 
 from unembed import decoding
 from unembed.decoding import Chain, MinP, Temperature, TopK, TopP, sample
+from unembed.ops import uniforms
 from unembed.ops._draw import _picked_on_device, _picked_on_host, block_sums
+from unembed.testing._checks_decode import chi_square
 
 DRAWS = 100_000
 OPTIONS = [
@@ -39,17 +42,8 @@ def probabilities(scores, **options):
 
 
 def p_value(ids, expected):
-    """Of a chi-square test; classes of fewer than 5 expected draws count as one. Impossible classes must not occur."""
-    counts = torch.bincount(ids, minlength=len(expected)).double()
-    if counts[expected == 0].sum() > 0:
-        return 0.0
-    wanted = expected * len(ids)
-    large = wanted >= 5
-    pairs = [*zip(counts[large].tolist(), wanted[large].tolist(), strict=True)]
-    if float(wanted[~large].sum()) > 1:
-        pairs.append((float(counts[~large].sum()), float(wanted[~large].sum())))
-    statistic = sum((seen - due) ** 2 / due for seen, due in pairs)
-    return float(chi2.sf(statistic, max(len(pairs) - 1, 1)))
+    """Of a chi-square test of draws."""
+    return chi_square(torch.bincount(ids, minlength=len(expected)), expected)
 
 
 def many(scores, count=DRAWS, **options):
@@ -267,27 +261,38 @@ def test_the_two_ways_to_pick_are_one():
 def test_more_classes_than_float32_can_count():  # D18
     scores = torch.zeros(2**24)
     scores[: 2**23] = math.log(2)
-    assert 0 <= int(sample(scores, seeds=[1])) < 2**24
-    weights = scores.exp()[None]
-    sums = block_sums(weights)
-    uniform = torch.rand(3000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    host = weights.numpy(), sums.numpy()
-    upper = sum(int(_picked_on_host(*host, one.numpy())[0]) >= 2**23 for one in uniform)
-    assert abs(upper - 1000) < 5 * math.sqrt(3000 * 2 / 9)
-    assert sample(torch.zeros(65, 262_144), seeds=list(range(65))).shape == (65,)
+    seeds = list(range(24))
+    units = uniforms(seeds) * 1.5 * 2**24  # of weight 1: two a class of the first half, then one
+    wanted = np.where(units < 2**24, units / 2, units - 2**23)
+    assert (wanted >= 2**23).any()
+    assert (wanted < 2**23).any()
+    for options in ({}, {"temperature": torch.ones(1)}):
+        drawn = np.array([int(sample(scores[None], seeds=[seed], **options)) for seed in seeds])
+        assert abs(drawn - wanted).max() <= 4
+    many_rows = sample(torch.zeros(65, 262_144), seeds=list(range(65)))
+    assert many_rows.tolist() == (uniforms(range(65)) * 262_144).astype(int).tolist()
 
 
 def test_long_tails_have_no_floor():  # D19
+    """One token, and 262,144 that are 20.5 nats below it: of 10^5 draws 33 fall on them, each where it should."""
     scores = torch.full((262_145,), -20.5)
     scores[1000] = 0.0
-    mass = 262_144 * math.exp(-20.5)
-    expected = 20_000 * mass / (1 + mass)
-    uniform = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weights = scores.exp()[None]
-    sums = block_sums(weights)
-    picked = [int(_picked_on_host(weights.numpy(), sums.numpy(), one[None].numpy())[0]) for one in uniform]
-    hits = sum(one != 1000 for one in picked)
-    assert abs(hits - expected) < 5 * math.sqrt(expected)
+    one, count = math.exp(-20.5), 100_000
+    mass = 262_144 * one
+    place = uniforms(range(count)) * (1 + mass)  # how far each seed's number goes in the mass
+    inside = (place >= 1000 * one) & (place <= 1000 * one + 1)
+    edges = np.argsort(np.minimum(place - 1000 * one, 1000 * one + 1 - place) + 2 * ~inside)[:60]  # barely inside
+    tried = np.sort(np.concatenate([np.flatnonzero(~inside), edges]))
+    drawn = np.concatenate(
+        [sample(scores.expand(len(part), -1), seeds=part).numpy() for part in np.array_split(tried, 12)]
+    )
+    expected = count * mass / (1 + mass)
+    assert 32 < expected < 34
+    assert abs((drawn != 1000).sum() - expected) < 4 * math.sqrt(expected)
+    wanted = np.where(place < 1000 * one, place / one, 1001 + (place - 1000 * one - 1) / one)[tried]
+    far = ~inside[tried] & (abs(wanted - 1000) > 64)  # its block is summed in float32, where its 63 others are lost
+    assert abs(drawn[far] - np.floor(wanted[far])).max() <= 1
+    assert (drawn[inside[tried]] == 1000).all()
 
 
 def test_flat_scores_of_a_large_vocabulary():  # D25
@@ -299,7 +304,7 @@ def test_flat_scores_of_a_large_vocabulary():  # D25
     assert set(ids.tolist()) == set(range(50))
 
 
-def test_the_statistical_test_rejects_a_sampler_that_keeps_two():  # D27
+def test_the_statistical_test_rejects_a_sampler_that_keeps_two():  # D27: of the one test that all draws go through
     scores = 5 * torch.randn(32_000, generator=torch.Generator().manual_seed(15))
     expected = probabilities(scores)
     broken = probabilities(scores, top_k=2)
@@ -310,6 +315,18 @@ def test_the_statistical_test_rejects_a_sampler_that_keeps_two():  # D27
     assert p_value(torch.multinomial(expected, DRAWS, replacement=True, generator=generator), expected) > 1e-4
 
 
+def test_the_statistical_test_is_that_of_scipy_and_calls_right_draws_rare_as_often_as_it_says():
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    counts = torch.tensor([430, 290, 190, 90])
+    assert chi_square(counts, p) == pytest.approx(stats.chisquare(counts.numpy(), 1000 * p.numpy()).pvalue, rel=1e-9)
+    assert chi_square(torch.tensor([999, 0, 1]), torch.tensor([0.9, 0.1, 0.0])) == 0
+    long = torch.cat([p * (1 - 3e-6), torch.full((3,), 1e-6, dtype=torch.float64)])  # rare ones must not decide
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(long, 2000 * 1000, replacement=True, generator=generator).reshape(1000, 2000)
+    low = sum(p_value(row, long) < 0.01 for row in drawn)
+    assert 1 <= low <= 25  # 10 of 1,000
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -317,6 +334,8 @@ def test_the_statistical_test_rejects_a_sampler_that_keeps_two():  # D27
         ({"temperature": math.nan}, "`temperature` must be at least 0"),
         ({"top_k": 0}, "`top_k` must be at least 1"),
         ({"top_k": 2.5}, "`top_k` must be whole"),
+        ({"top_k": True}, "`top_k` must be whole, got True"),
+        ({"top_k": torch.tensor([True, True])}, "`top_k` must be whole"),
         ({"top_p": math.nan}, "`top_p`"),
         ({"min_p": 1.5}, "`min_p` must be at least 0 and at most 1"),
         ({"temperature": torch.ones(3)}, r"`temperature` must be a number or have shape \[2\]"),
@@ -325,12 +344,22 @@ def test_the_statistical_test_rejects_a_sampler_that_keeps_two():  # D27
         ({"positions": [1, 2]}, "`positions` count the draws of `seeds`"),
         ({"seeds": [1, 2], "generator": torch.Generator()}, "Give `seeds` or `generator`"),
         ({"seeds": [0.5, 1.0]}, "`seeds` must be whole numbers"),
+        ({"seeds": [True, False]}, "`seeds` must be whole numbers"),
+        ({"seeds": 1.5}, "`seeds` must be whole numbers"),
     ],
     ids=str,
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         sample(torch.zeros(2, 5), **options)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    wanted = sample(rows, top_k=3, seeds=[1, 2, -3])
+    found = sample(rows, top_k=np.int64(3), seeds=[np.int64(1), np.uint8(2), np.int32(-3)])
+    assert torch.equal(found, wanted)
+    assert torch.equal(TopK(np.int32(3))(rows), TopK(3)(rows))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])

@@ -287,7 +287,32 @@ def test_another_number_of_ids_is_refused_or_taken_for_padding(toy, leaves, choi
         assert found == pytest.approx(wanted)
 
 
+@torch.no_grad()
+def test_a_draft_with_fewer_ids_drafts_nothing_after_one_that_it_has_not():
+    """Embeddings refuse what they have not: in the prompt of one row, and in what the model writes."""
+    torch.manual_seed(0)
+    target, small = nn.Embedding(30, 30, dtype=torch.float64), nn.Embedding(20, 20, dtype=torch.float64)
+    strategy, prompts = Speculative(small, 3, same_ids=True), [[25], [3], [4, 29], [7]]
+    options: dict[str, Any] = {"filters": GREEDY}
+    found = spoken(target, strategy, prompts, 12, **options)
+    greedy = Greedy().run(FunctionScorer(target), plan_of(prompts, 12, **options))
+    assert rows(found) == rows(greedy)
+    assert any(max(one) >= 20 for one in rows(found))
+    assert found.extra["drafted"].tolist()[0::2] == [0, 0]
+    assert int(found.extra["drafted"].sum()) > 0
+    with pytest.raises(ValueError, match="`draft` must score the 30 ids of the model, got 20"):
+        spoken(target, Speculative(small), [[25]], 3)
+
+
+def test_draft_filters_for_other_rows_are_refused(toy):
+    strategy = Speculative(toy(5, 1), draft_filters=Temperature(torch.tensor([1.0, 0.5, 1.0])))
+    with pytest.raises(ValueError, match=r"`Temperature.temperature` must be a number or have shape \[2\], got \(3,\)"):
+        generate(toy(5, 0), [[1], [2]], strategy=strategy, max_new_tokens=2)
+
+
 def test_options_that_cannot_be_are_refused(toy):
+    with pytest.raises(ValueError, match="`draft_filters` must be a filter or a list of them, got None"):
+        Speculative(toy(3, 0), draft_filters=None)
     with pytest.raises(ValueError, match="`lookahead` must be a whole number of at least 1, got 0"):
         Speculative(toy(3, 0), 0)
     with pytest.raises(ValueError, match="takes filters"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from unembed.decoding import Beam, generate
 from unembed.decoding._text import TextStream
 
 HALF = "\ufffd"
@@ -147,3 +149,56 @@ def test_a_context_that_ends_in_half_a_character_is_left_out():
     tokenizer = Pieces([b"x\xe6\xbc", b"\xa2y"])
     stream = TextStream(tokenizer, context=[0])
     assert stream.push(1) + stream.close() == f"{HALF}y"
+
+
+class Cleaning:
+    """Takes spaces in front of marks out, as WordPiece does; as that of transformers it may be told not to."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def decode(self, ids, clean_up_tokenization_spaces=True):
+        text = " ".join(self.words[one] for one in ids)
+        return text.replace(" ' ", "'").replace(" .", ".") if clean_up_tokenization_spaces else text
+
+
+WORDS = ["Hello", "'", "s", "."]
+
+
+def _said(tokenizer, **options):
+    def script(tokens):
+        return torch.eye(4)[[len(row) - 1 for row in tokens]]
+
+    return generate(script, [[0]], max_new_tokens=4, tokenizer=tokenizer, **options).texts
+
+
+def test_spaces_are_not_cleaned_up_whether_somebody_watches_or_not():
+    told, tokenizer = [], Cleaning(WORDS)
+    # The prompt is one word, so each word comes with the space in front of it.
+    assert _said(tokenizer) == [[" Hello ' s ."]]
+    assert _said(tokenizer, on_token=lambda event: told.append(event.text)) == [[" Hello ' s ."]]
+    assert "".join(told) == " Hello ' s ."
+    assert _said(tokenizer, stop=["' s"]) == [[" Hello "]]
+
+
+@pytest.mark.parametrize("strategy", [None, Beam(2)])
+def test_a_decoder_that_changes_text_is_warned_of(strategy):
+    class Always(Cleaning):
+        def decode(self, ids):
+            return super().decode(ids)
+
+    assert _said(Always(WORDS), strategy=strategy) == [[" Hello's."]]
+    with pytest.warns(UserWarning, match="The `decode` of Always changes the text of earlier tokens") as caught:
+        _said(Always(WORDS), strategy=strategy, stop=["'s"])
+    assert len(caught) == 1
+
+
+def test_a_copy_goes_on_by_itself():
+    stream = TextStream(Pieces([b"a", b"b", b"\xc3", b"\xa9"]), stop=["ab"])
+    stream.push(0)
+    one, other = stream.copy(), stream.copy()
+    one.push(1)
+    other.push(2)
+    other.push(3)
+    assert (one.stopped, other.stopped, stream.stopped) == (True, False, False)
+    assert (one.text, other.text) == ("", "aé")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from unembed.decoding import generate
+from unembed.decoding import generate, metrics
 
 
 def _count_up(tokens):
@@ -183,3 +184,11 @@ def test_an_exception_in_the_callback_leaves_each_part_in_its_mode():
     with pytest.raises(KeyboardInterrupt):
         generate(model, [[1]], on_token=interrupt)
     assert (model.training, model.part.training, model.frozen.training) == (True, True, False)
+
+
+def test_sequences_come_without_padding(toy):
+    out = generate(toy(5, 1), [[1], [2], [3]], max_new_tokens=[2, 6, 4], pad_id=0)
+    assert [len(one) for one in out.sequences()] == [2, 6, 4] == [len(one) for one in out.sequence_log_probs()]
+    assert out.sequences()[2] == out.tokens[2, 0, :4].tolist()
+    whole = sum(map(sum, out.sequence_log_probs())) / 12
+    assert math.isclose(metrics.perplexity(out.sequence_log_probs()), math.exp(-whole), rel_tol=1e-6)

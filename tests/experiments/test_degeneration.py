@@ -65,10 +65,23 @@ def test_the_human_row_is_the_text_itself_and_its_likelihood_that_of_one_forward
     assert human["positions"]["nats"] == pytest.approx([sum(nats) / (9 * 12)])
 
 
+def test_each_part_of_the_model_is_in_its_own_mode_afterwards(opened, texts):
+    model, tokenizer = opened
+    part = model.get_input_embeddings()
+    try:
+        model.train()
+        part.eval()
+        _run((model, tokenizer), texts)
+        assert {one.training for one in model.modules() if one is not part} == {True}
+        assert not part.training
+    finally:
+        model.eval()
+
+
 def test_the_greedy_row_is_the_argmax_of_a_model_that_may_not_end(opened, texts, tmp_path):
     model, tokenizer = opened
     _run(opened, texts, folder=tmp_path)
-    ends = study_module._end_ids(model)
+    ends = list(study_module.ends_of(model, None))
     assert ends == [1]
     for line, document in zip(_continuations(tmp_path, "greedy"), texts, strict=False):
         ids = tokenizer(document.text)["input_ids"][:5]

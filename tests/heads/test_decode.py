@@ -305,8 +305,8 @@ def test_d19_every_token_of_a_long_tail_has_its_part_of_the_numbers():
             return numbers
 
     drawn = head.draws(torch.zeros(4, 1), Given(4, torch.device("cpu")))
-    # The block of the first token is summed in float32, where 63 of the tail are lost beside it.
-    assert (drawn - places).abs().max() <= 64
+    # The block of the first token is summed in float32, where 63 of the tail are lost beside it, but none after it.
+    assert (drawn - places).abs().max() <= 1
 
 
 def test_impossible_branches_are_never_taken():

@@ -60,14 +60,35 @@ def test_a_position_of_none_is_0_and_signs_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    "given", [[1, 2, -3], np.array([1, 2, -3]), np.array([1, 2, -3], dtype=np.int8), torch.tensor([1, 2, -3])]
+    "given",
+    [
+        [1, 2, -3],
+        [np.int64(1), np.uint8(2), np.int32(-3)],
+        np.array([1, 2, -3]),
+        np.array([1, 2, -3], dtype=np.int8),
+        torch.tensor([1, 2, -3]),
+    ],
 )
 def test_whole_numbers_of_any_kind_are_the_same_words(given):
     assert words("seeds", given).tolist() == [1, 2, 2**64 - 3]
 
 
 @pytest.mark.parametrize(
-    "bad", [[0.5], [2**64], [-(2**63) - 1], torch.tensor([0.5]), np.zeros((2, 2), dtype=np.int64), torch.tensor(3)]
+    "bad",
+    [
+        [0.5],
+        [True],
+        [np.True_],
+        [None],
+        3,
+        1.5,
+        None,
+        [2**64],
+        [-(2**63) - 1],
+        torch.tensor([0.5]),
+        np.zeros((2, 2), dtype=np.int64),
+        torch.tensor(3),
+    ],
 )
 def test_what_is_no_seed_is_refused_by_name(bad):
     with pytest.raises(ValueError, match="`seeds` must be whole numbers of 64 bits, one a row, got"):

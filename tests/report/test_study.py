@@ -11,16 +11,14 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from unembed import report
-from unembed.report import _study
+from unembed.report._study_figures import METRICS
 from unembed.results import InputError
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e{{ 7 * 7 }}<img src=x onerror=alert(2)>"
 
 
 def _row(name, settings, value, *, width=0.01):
-    found = {
-        metric: {"value": value, "ci95": [value - width, value + width], "reason": ""} for metric in _study._METRICS
-    }
+    found = {metric: {"value": value, "ci95": [value - width, value + width], "reason": ""} for metric in METRICS}
     found["longest_repeat"] = {"value": 3.0, "ci95": None, "reason": "no interval: 2 sequences"}
     found["self_bleu_4"] = {"value": None, "ci95": None, "reason": "too few tokens"}
     positions = {"from": [0, 16], "nats": [value, value / 2], "low": [value, None], "high": [value, None]}
@@ -64,7 +62,7 @@ def test_numbers_intervals_and_reasons_are_in_the_table(folder, parse):
     words = page.words()
     for said in ("0.7500", "0.7400 to 0.7600", "too few tokens", "3.000"):
         assert said in words
-    tables = [page.table(number) for number in range(1 + len(_study._METRICS))]
+    tables = [page.table(number) for number in range(1 + len(METRICS))]
     assert "greedy,0.75,0.74,0.76" in tables[1]
     assert "human,16,0.125,nan,nan" in tables[0]
 
@@ -80,7 +78,7 @@ def test_figures_show_every_strategy_beside_the_human_line(folder, parse):
     assert fixed["error_x"]["array"][0] == pytest.approx(0.01)
     assert human["x"] == [0.25, 0.25]
     assert [end["x"] for end in ends] == [[0.24, 0.24], [0.26, 0.26]]
-    bleu = drawings[len(_study._METRICS)]
+    bleu = drawings[len(METRICS)]
     assert bleu["traces"][0]["x"] == [None, None, None]
 
 

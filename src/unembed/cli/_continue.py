@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from unembed.cli._options import with_flags
 from unembed.cli._output import legible, printable
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ def written(
     from unembed.experiments import row_seeds
     from unembed.results import InputError
 
-    arguments = decoder.arguments(draft=draft)
+    try:
+        arguments = decoder.arguments(draft=draft)
+    except InputError as error:
+        raise InputError(with_flags(str(error), vars(options))) from None
     ids = [prompt_ids(tokenizer, prompt, place) for place, prompt in enumerate(prompts, 1)]
     seeds = row_seeds(options.seed, range(len(prompts)))
     alone = len(prompts) == 1
@@ -49,7 +53,7 @@ def written(
                 **arguments,
             )
         except ValueError as error:  # what only the model can say: an id it has no row for, a vocabulary that differs
-            raise InputError(" ".join(str(error).split())) from error
+            raise InputError(with_flags(str(error), vars(options))) from error
         about = zip(prompts[part], ids[part], seeds[part], _sequences(found), strict=True)
         rows += [dict(zip(("prompt", "prompt_ids", "seed", "sequences"), one, strict=True)) for one in about]
         if alone and not several:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unembed.cli import _study
-from unembed.cli._options import real, whole
+from unembed.cli._options import real, whole, with_flags
 
 if TYPE_CHECKING:
     from unembed.experiments import Decoder
@@ -130,12 +130,16 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _decoder(options: argparse.Namespace) -> Decoder:
     from unembed.experiments import Decoder
+    from unembed.results import InputError
 
     given = {name: getattr(options, name) for name in _DECODER}
     strategy = options.strategy
     if strategy is None:
         strategy = "sample" if any(given[name] is not None for name in _DRAWING) else "greedy"
-    return Decoder(strategy, **given)
+    try:
+        return Decoder(strategy, **given)
+    except InputError as error:
+        raise InputError(with_flags(str(error), vars(options))) from None
 
 
 def _opened(source: str, options: argparse.Namespace) -> tuple[Any, Any]:

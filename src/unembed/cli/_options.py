@@ -1,10 +1,14 @@
-"""Types of options for argparse."""
+"""Types of options for argparse, and their names in messages of the library."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+
+# Arguments of the library that the command calls otherwise.
+_OTHERWISE = {"width": "beams", "seeds": "seed", "k": "top_k"}
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -38,3 +42,19 @@ def real(least: float = -math.inf, most: float = math.inf) -> Callable[[str], fl
         return value
 
     return parse
+
+
+def with_flags(message: str, options: Iterable[str]) -> str:
+    """A message of the library on one line, with options of the command in the place of its arguments.
+
+    Args:
+        message: Names arguments as `top_p`.
+        options: Those that the command has, as argparse names them.
+    """
+    known = set(options)
+
+    def flag(found: re.Match[str]) -> str:
+        name = _OTHERWISE.get(found[1], found[1])
+        return f"--{name.replace('_', '-')}" if name in known else found[0]
+
+    return re.sub(r"`(\w+)`", flag, " ".join(message.split()))

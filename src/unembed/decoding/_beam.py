@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from unembed.decoding._endings import Endings
 from unembed.decoding._generation import Finish, Generation
-from unembed.decoding._hypotheses import Candidates, Frontier, Node
+from unembed.decoding._hypotheses import Candidates, Frontier, Node, Offers
 from unembed.decoding._plan import Plan
 from unembed.decoding._scorer import Scorer
 from unembed.decoding._strategy import Strategy, Written, packed
+from unembed.ops._whole import is_whole
 
 _Ranked = list[tuple[float, int, int]]  # cost (the sum of log-probabilities, negative), hypothesis, column
 _POWERS = 20.0  # a larger one would take the power of a length out of float64
@@ -24,11 +29,11 @@ _POWERS = 20.0  # a larger one would take the power of a length out of float64
 class Beam(Strategy):
     r"""Looks for the sequence of the largest $\log p / \mathrm{len}^{lp}$, `len` without the prompt and with its end.
 
-    p is the probability after filters and mask. At each step the most probable `width` hypotheses go on. Each way in
-    which one of them can end competes with all others by its score, however improbable it is: so with as many
-    hypotheses as there are prefixes this is exhaustive search. No sequence comes twice, and fewer than asked for come
-    where fewer exist. A mask that leaves a hypothesis nothing ends it; such dead ends are returned only where nothing
-    else was found.
+    p is the probability after filters and mask. At each step the most probable `width` hypotheses go on. Each end with
+    one of the `eos_ids` competes with all others by its score, however improbable it is; each with a stop string, if it
+    is more probable than the last hypothesis that goes on. So with as many hypotheses as there are prefixes this is
+    exhaustive search. No sequence comes twice, and fewer than asked for come where fewer exist. A mask that leaves a
+    hypothesis nothing ends it; such dead ends are returned only where nothing     else was found.
 
     The search of a prompt ends when no hypothesis can come before the worst sequence that would be returned. The most
     that one of sum s and length t can become is $s / L^{lp}$ with the largest length L for a positive penalty (that is
@@ -50,12 +55,12 @@ class Beam(Strategy):
     def __post_init__(self) -> None:
         for name in ("width", "returns"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")
         if self.returns > self.width:
             raise ValueError(f"`returns` must be at most `width`, got {self.returns} of {self.width}.")
-        if not -_POWERS <= self.length_penalty <= _POWERS:
-            raise ValueError(f"`length_penalty` must lie in [-20, 20], got {self.length_penalty}.")
+        if not isinstance(self.length_penalty, Real) or not -_POWERS <= self.length_penalty <= _POWERS:
+            raise ValueError(f"`length_penalty` must lie in [-20, 20], got {self.length_penalty!r:.80}.")
         if not isinstance(self.early_stopping, bool):
             raise ValueError(f"`early_stopping` must be True or False, got {self.early_stopping!r}.")
 
@@ -71,13 +76,13 @@ class Beam(Strategy):
             # The `width` that go on are, of each hypothesis, among the `width` best that are no end.
             offers = frontier.offers(self.width + len(ends))
             ends = ends[ends < offers.classes].to(offers.best.device)
-            found = offers.candidates(torch.cat([ends.expand(len(offers.best), -1), offers.best], 1))
-            first, chosen = 0, []
-            for search in searches:
-                count = len(search.running)
-                if count:
-                    chosen += search.advance(first, found, len(ends))
-                    first += count
+            steps = _steps(searches, offers, ends)
+            while any(one.short for one in steps) and offers.best.shape[1] < offers.classes:
+                offers = offers.wider(2 * offers.best.shape[1])
+                steps = _steps(searches, offers, ends)
+            chosen = []
+            for search, step in zip(searches, steps, strict=True):
+                chosen += search.advance(step)
             if not chosen:
                 break
             frontier.advance([one.row for one in chosen], [one.node.token for one in chosen])
@@ -87,10 +92,40 @@ class Beam(Strategy):
 
 
 class _Chosen(NamedTuple):
-    """A hypothesis that goes on, and where the scorer has what it comes from."""
+    """A hypothesis, and where the scorer has what it comes from."""
 
     row: int
     node: Node
+
+
+class _Step(NamedTuple):
+    """What the hypotheses of a prompt can go on with.
+
+    Args:
+        nodes: The best that are no end, up to the last one that can go on; those that hold a stop string among them.
+        further: The same and all worse ones that were looked up.
+        last: Ends.
+        ended: Those of them that may be among the best sequences.
+        dead: Hypotheses after which nothing is allowed.
+        short: Whether better ones than the last of `nodes` may not have been looked up, as stop strings took places.
+    """
+
+    nodes: list[_Chosen]
+    further: _Ranked
+    last: _Ranked
+    ended: list[Node]
+    dead: list[Node]
+    short: bool
+
+
+def _steps(searches: Sequence[_Search], offers: Offers, ends: Tensor) -> list[_Step]:
+    """A step of each search, those that have ended included."""
+    found = offers.candidates(torch.cat([ends.expand(len(offers.best), -1), offers.best], 1))
+    first, steps = 0, []
+    for search in searches:
+        steps.append(search.step(first, found, len(ends)))
+        first += len(search.running)
+    return steps
 
 
 @dataclass(eq=False)
@@ -117,31 +152,48 @@ class _Search:
     dead: list[Node] = field(default_factory=list)
     ended: int = 0
 
-    def advance(self, first: int, found: Candidates, ends: int) -> list[_Chosen]:
-        """Go one token on; the hypotheses that go on then.
+    def step(self, first: int, found: Candidates, ends: int) -> _Step:
+        """What is next; nothing is decided yet.
 
         Args:
             first: Row of the first hypothesis among the candidates.
             found: Candidates of all prompts.
             ends: The first so many columns are the ends, the others the best of all.
         """
-        further, last = self._candidates(first, found, ends)
-        for cost, place, column in last:
-            if self._wanted(-cost, self.running[place].length + 1):
-                self._keep(found.after(self.running[place], first + place, column), "eos")
-        if self.beam.early_stopping:
-            self._count(further, last)
-        chosen = []
+        further, last, dead = self._candidates(first, found, ends)
+        left = Counter(place for _, place, _ in further)
+        nodes, going = [], 0
         for _, place, column in further:
-            node = found.after(self.running[place], first + place, column)
-            if self.endings.stopped(self.prompt, node):
-                self._keep(node, "stop")
-            elif node.length == self.limit:
-                self._keep(node, "length")
-            else:
-                chosen.append(_Chosen(first + place, node))
-            if len(chosen) == self.beam.width:
+            node = self.endings.read(self.prompt, found.after(self.running[place], first + place, column))
+            nodes.append(_Chosen(first + place, node))
+            going += not node.stopped
+            if going == self.beam.width:
                 break
+            left[place] -= 1
+        # Of these all were looked at, and what was not looked up could come before the last one.
+        short = any(not count and found.drawn_log_probs[first + place][-1] > -math.inf for place, count in left.items())
+        ended = [
+            found.after(self.running[place], first + place, column)
+            for cost, place, column in last
+            if self._wanted(-cost, self.running[place].length + 1)
+        ]
+        return _Step(nodes, further, last, ended, dead, short)
+
+    def advance(self, step: _Step) -> list[_Chosen]:
+        """Go one token on; the hypotheses that go on then."""
+        self.dead += step.dead
+        for node in step.ended:
+            self._keep(node, "eos")
+        if self.beam.early_stopping:
+            self._count(step.further, step.last)
+        chosen = []
+        for one in step.nodes:
+            if one.node.stopped:
+                self._keep(one.node, "stop")
+            elif one.node.length == self.limit:
+                self._keep(one.node, "length")
+            else:
+                chosen.append(one)
         if self._over(chosen):
             chosen = []
         self.running = [one.node for one in chosen]
@@ -154,17 +206,17 @@ class _Search:
                 self._keep(node, "dead end")
         return [node.written(finish, score) for score, node, finish in self.kept]
 
-    def _candidates(self, first: int, found: Candidates, ends: int) -> tuple[_Ranked, _Ranked]:
-        """What goes on, the best first, equal ones in the order of hypotheses, then of ids; and what ends."""
-        further, last = [], []
+    def _candidates(self, first: int, found: Candidates, ends: int) -> tuple[_Ranked, _Ranked, list[Node]]:
+        """What goes on, the best first, equal ones in the order of hypotheses, then of ids; what ends; dead ends."""
+        further, last, dead = [], [], []
         for place, node in enumerate(self.running):
             tokens, drawn = found.tokens[first + place], found.drawn_log_probs[first + place]
             last += [(-node.total - drawn[i], place, i) for i in range(ends) if drawn[i] > -math.inf]
             best = [i for i in range(ends, len(tokens)) if drawn[i] > -math.inf and tokens[i] not in tokens[:ends]]
             further += [(-node.total - drawn[i], place, i) for i in best]
             if not best and not any(one > -math.inf for one in drawn[:ends]):
-                self.dead.append(node)
-        return sorted(further), last
+                dead.append(node)
+        return sorted(further), last, dead
 
     def _wanted(self, total: float, length: int) -> bool:
         """Whether a sequence is among the best ones."""

@@ -6,6 +6,7 @@ Shapes: n running rows, T tokens so far, k candidates, D hidden size, V vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from unembed.decoding._steps import Choice, check_finite, put
 from unembed.decoding._strategy import Strategy
 from unembed.decoding._writer import Writer
 from unembed.ops import widened
+from unembed.ops._whole import is_whole
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Contrastive(Strategy):
     alpha: float = 0.6
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"`k` must be a whole number of at least 1, got {self.k}.")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"`alpha` must be from 0 to 1, got {self.alpha}.")
+        if not is_whole(self.k) or self.k < 1:
+            raise ValueError(f"`k` must be a whole number of at least 1, got {self.k!r:.80}.")
+        if not isinstance(self.alpha, Real) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"`alpha` must be from 0 to 1, got {self.alpha!r:.80}.")
 
     def run(self, scorer: Scorer, plan: Plan) -> Generation:
         """Write until each row ends."""
@@ -81,9 +83,15 @@ class Contrastive(Strategy):
 
 
 def _directions(scorer: Scorer) -> Float[Tensor, "n t D"]:
-    """Hidden states of the last call, of length 1."""
+    """Hidden states of the last call, of length 1.
+
+    Raises:
+        ValueError: If the scorer keeps none.
+    """
     hidden = scorer.hidden
-    assert hidden is not None
+    if hidden is None:
+        name = type(scorer).__name__
+        raise ValueError(f"This strategy needs hidden states, and {name} keeps none: pass `keep_hidden=True` to it.")
     return torch.nn.functional.normalize(hidden.to(widened(hidden.dtype)), dim=-1)
 
 

@@ -6,7 +6,8 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields, replace
-from typing import Any
+from numbers import Real
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.decoding._largest import largest
-from unembed.decoding.filters._base import Chain, Filter, Joint, Number, Selection
+from unembed.decoding.filters._base import Chain, Filter, Joint, Selection
 from unembed.decoding.filters._min_p import MinP
+from unembed.decoding.filters._parameters import Number
 from unembed.decoding.filters._temperature import Temperature
 from unembed.decoding.filters._top_k import TopK
 from unembed.decoding.filters._top_p import TopP
@@ -108,8 +110,8 @@ def per_row(name: str, value: Any, rows: int, device: torch.device) -> Any:
     Raises:
         ValueError: If it is neither, or not of that many rows.
     """
-    if value is None or isinstance(value, int | float):
-        return value
+    if value is None or isinstance(value, Real):
+        return value.item() if isinstance(value, np.generic) else value
     try:
         found = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError):
@@ -121,15 +123,20 @@ def per_row(name: str, value: Any, rows: int, device: torch.device) -> Any:
 
 
 def check_rows(given: Filter, rows: int) -> None:
-    """Refuse a filter that has numbers for another count of rows.
+    """Refuse a filter that has numbers for another count of rows, or a tensor of which nobody says what it is.
 
     Raises:
         ValueError: With the name of the filter and its parameter.
     """
     for one in fields(given):
         value = getattr(given, one.name)
+        name = f"{type(given).__name__}.{one.name}"
+        if isinstance(value, Tensor) and not _is_number(one) and value.ndim and not one.name.endswith("ids"):
+            raise ValueError(
+                f"`{name}` must be annotated as `Number` to have one number a row (or be named `..._ids`), "
+                f"got a tensor of shape {tuple(value.shape)} in a parameter of type {one.type}."
+            )
         if _is_number(one) and isinstance(value, Tensor) and tuple(value.shape) not in ((), (rows,)):
-            name = f"{type(given).__name__}.{one.name}"
             raise ValueError(f"`{name}` must be a number or have shape [{rows}], got {tuple(value.shape)}.")
         for each in value if isinstance(value, tuple) else ():
             if isinstance(each, Filter):
@@ -138,7 +145,9 @@ def check_rows(given: Filter, rows: int) -> None:
 
 def _is_number(one: Field) -> bool:
     """Whether a parameter of a filter may have one number a row: its annotation says so, as a string or not."""
-    return one.type == Number or "Number" in str(one.type)
+    if isinstance(one.type, str):
+        return "Number" in one.type
+    return set(get_args(Number)) <= set(get_args(one.type))
 
 
 def _rows_of(value: Any, rows: Int[Tensor, " n"]) -> Any:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from unembed.decoding._hypotheses import Node
 from unembed.decoding._plan import Plan
 from unembed.decoding._strategy import Written
-from unembed.decoding._text import TextStream
-from unembed.decoding._writer import _CONTEXT, Writer
+from unembed.decoding._writer import Writer, stream_of
 
 
 class Endings:
@@ -21,14 +20,14 @@ class Endings:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
-    def stopped(self, row: int, node: Node) -> bool:
-        """Whether the text of a hypothesis of a prompt holds a stop string."""
+    def read(self, row: int, node: Node) -> Node:
+        """A hypothesis of a prompt with its text, which goes on from that of its parent."""
         if not self._plan.stop:
-            return False
-        context = [token for token in self._plan.prompts[row, -_CONTEXT:].tolist() if token >= 0]
-        stream = TextStream(self._plan.tokenizer, stop=self._plan.stop, context=context)
-        stream.push(*(one.token for one in node.path()))
-        return stream.stopped
+            return node
+        before = None if node.parent is None else node.parent.text
+        stream = stream_of(self._plan, row) if before is None else before.copy()
+        stream.push(node.token)
+        return replace(node, text=stream)
 
     def tell(self, found: list[list[Written]]) -> None:
         """Add the texts of all sequences, and tell the best one of each prompt: nothing was certain before."""

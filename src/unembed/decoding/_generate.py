@@ -5,7 +5,9 @@ Shapes: B prompts, T tokens of the longest prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,25 @@ from torch import Tensor
 
 from unembed.decoding._drawing import Drawing, check_rows, per_row
 from unembed.decoding._generation import Generation
-from unembed.decoding._models import as_scorer, device_of, ends_of, evaluating, is_causal_model, pad_of, vocabulary_of
+from unembed.decoding._models import (
+    as_scorer,
+    device_of,
+    ends_of,
+    evaluating,
+    is_causal_model,
+    pad_of,
+    positions_of,
+    vocabulary_of,
+)
 from unembed.decoding._plan import Event, Mask, Plan
 from unembed.decoding._prompts import as_prompts
 from unembed.decoding._sample import sample
 from unembed.decoding._steps import Greedy, Sample
 from unembed.decoding._strategy import Strategy
-from unembed.decoding.filters._base import Chain, Filter, Number
+from unembed.decoding.filters._base import Chain, Filter
+from unembed.decoding.filters._parameters import Number
 from unembed.ops._seeds import words
+from unembed.ops._whole import is_whole
 
 Each = Number | Sequence[float]  # a number, or one a row
 
@@ -73,7 +86,7 @@ def generate(
         eos_ids: Ids that end a sequence; those of the model's `generation_config`, or else its config, when None.
         pad_id: Stands after the end; as the model says when None, or else the first end, or else 0.
         stop: Strings that end a sequence, found in its text wherever tokens begin.
-        tokenizer: Has `decode`, from ids to a string; for `stop` and `texts`.
+        tokenizer: Has `decode`, from ids to a string, that only appends as ids do; for `stop` and `texts`.
         seeds: One whole number a row, None where it does not matter: a row's draws depend on its seed, their place and
             its scores alone, in any batch.
         generator: Instead of `seeds`; reproducible for one batch. PyTorch's own when both are None.
@@ -90,15 +103,15 @@ def generate(
     ends = ends_of(model, eos_ids)
     heat = 1.0 if temperature is None else temperature
     drawing = _drawing(len(prompts), prompts.device, temperature=heat, top_k=top_k, top_p=top_p, min_p=min_p)
-    chain = _chain(filters, len(prompts))
+    chain, limits = _chain(filters, len(prompts)), _limits(max_new_tokens, len(prompts))
     plan = Plan(
         prompts=prompts,
-        max_new_tokens=_limits(max_new_tokens, len(prompts)),
+        max_new_tokens=limits,
         eos_ids=ends,
         pad_id=pad_of(model, pad_id, ends),
         filters=chain if chosen.fused else chain | drawing.chain(),
         drawing=drawing if chosen.fused else Drawing(),
-        mask=mask,
+        mask=_mask(mask),
         stop=_stop(stop, tokenizer),
         tokenizer=_decoder(tokenizer),
         seeds=_seeds(seeds, generator, len(prompts)),
@@ -106,6 +119,7 @@ def generate(
         alternatives=_alternatives(alternatives, vocabulary),
         on_token=on_token,
     )
+    _check_room(model, prompts, limits)
     with torch.no_grad(), evaluating(model):
         return chosen.run(as_scorer(model, chosen), plan)
 
@@ -119,7 +133,10 @@ def _strategy(strategy: Strategy | None, drawn: Sequence[Any]) -> Strategy:
 
 
 def _limits(max_new_tokens: int | Sequence[int] | Tensor, rows: int) -> Int[Tensor, " B"]:
-    found = torch.as_tensor(max_new_tokens)
+    try:
+        found = torch.as_tensor(max_new_tokens)
+    except (TypeError, ValueError, RuntimeError):  # what PyTorch raises for what are no numbers
+        found = torch.zeros(0)
     if found.ndim == 0:
         found = found.expand(rows)
     if found.is_floating_point() or found.dtype == torch.bool or tuple(found.shape) != (rows,) or int(found.min()) < 1:
@@ -128,6 +145,17 @@ def _limits(max_new_tokens: int | Sequence[int] | Tensor, rows: int) -> Int[Tens
             f"got {max_new_tokens!r:.80}."
         )
     return found.long()
+
+
+def _check_room(model: Any, prompts: Int[Tensor, "B T"], limits: Int[Tensor, " B"]) -> None:
+    """Warn of texts that may get longer than what the model was made for; the last token is not read."""
+    positions, need = positions_of(model), int(((prompts >= 0).sum(1).cpu() + limits.cpu()).max()) - 1
+    if positions is not None and need > positions:
+        warnings.warn(
+            f"The model was made for {positions} tokens, and prompt and `max_new_tokens` are up to {need}: what it "
+            "writes beyond may be worthless.",
+            stacklevel=3,
+        )
 
 
 def _drawing(rows: int, device: torch.device, **given: Any) -> Drawing:
@@ -139,14 +167,22 @@ def _drawing(rows: int, device: torch.device, **given: Any) -> Drawing:
 
 
 def _chain(filters: Filter | Sequence[Filter] | None, rows: int) -> Chain:
+    if not isinstance(filters, Filter | Iterable | None):
+        raise ValueError(f"`filters` must be a filter or a list of them, got {filters!r:.80}.")
     given = () if filters is None else (filters,) if isinstance(filters, Filter) else tuple(filters)
     chain = Chain(given)
     check_rows(chain, rows)
     return chain
 
 
+def _mask(mask: Mask | None) -> Mask | None:
+    if mask is not None and not callable(mask):
+        raise ValueError(f"`mask` must be a function of the `History`, got {mask!r:.80}.")
+    return mask
+
+
 def _stop(stop: str | Sequence[str], tokenizer: Any) -> tuple[str, ...]:
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    found = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else ("",)
     if not all(isinstance(one, str) and one for one in found):
         raise ValueError(f"`stop` must be strings that are not empty, got {stop!r:.80}.")
     if found and tokenizer is None:
@@ -166,9 +202,9 @@ def _seeds(seeds: Any, generator: torch.Generator | None, rows: int) -> np.ndarr
         return None
     if generator is not None:
         raise ValueError("Give `seeds` or `generator`, not both.")
-    if isinstance(seeds, int):
+    if is_whole(seeds):
         seeds = [seeds]
-    if not isinstance(seeds, Tensor | np.ndarray):
+    if isinstance(seeds, Iterable) and not isinstance(seeds, Tensor | np.ndarray):
         seeds = [int(torch.randint(2**62, ())) if one is None else one for one in seeds]
     found = words("seeds", seeds)
     if len(found) != rows:
@@ -177,7 +213,7 @@ def _seeds(seeds: Any, generator: torch.Generator | None, rows: int) -> np.ndarr
 
 
 def _alternatives(alternatives: int, vocabulary: int | None) -> int:
-    if not isinstance(alternatives, int) or not 0 <= alternatives <= (vocabulary or alternatives):
+    if not is_whole(alternatives) or not 0 <= alternatives <= (vocabulary or alternatives):
         most = "" if vocabulary is None else f" and at most {vocabulary}"
         raise ValueError(f"`alternatives` must be a whole number of at least 0{most}, got {alternatives!r:.80}.")
-    return alternatives
+    return index(alternatives)

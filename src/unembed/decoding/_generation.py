@@ -42,3 +42,15 @@ class Generation:
     alternative_ids: Int[Tensor, "B R L n"] | None = None
     alternative_log_probs: Float[Tensor, "B R L n"] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def sequences(self) -> list[list[int]]:
+        """Tokens of every sequence, prompt by prompt, without padding: what `metrics` take."""
+        return [row[:length] for row, length in self._rows(self.tokens)]
+
+    def sequence_log_probs(self) -> list[list[float]]:
+        """`log_probs` in the same form: padding counts nowhere."""
+        return [row[:length] for row, length in self._rows(self.log_probs)]
+
+    def _rows(self, table: Tensor) -> list[tuple[list[Any], int]]:
+        pairs = zip(table.flatten(0, 1).tolist(), self.lengths.flatten().tolist(), strict=True)
+        return [(row, length) for row, length in pairs if length]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from unembed.decoding._plan import Plan
 from unembed.decoding._scorer import Scorer
 from unembed.decoding._steps import check_finite
 from unembed.decoding._strategy import Written
+from unembed.decoding._text import TextStream
 from unembed.ops import widened
 
 Alternatives = tuple[Tensor, Tensor]
@@ -38,6 +39,7 @@ class Node:
         total: Sum of `drawn_log_prob` from the prompt on.
         length: Tokens from the prompt on.
         alternatives: Most probable tokens at its place, where they are asked for.
+        text: The text up to here, where a stop string is looked for.
     """
 
     parent: Node | None = None
@@ -47,6 +49,12 @@ class Node:
     total: float = 0.0
     length: int = 0
     alternatives: Alternatives | None = None
+    text: TextStream | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its text holds a stop string."""
+        return self.text is not None and self.text.stopped
 
     def path(self) -> list[Node]:
         """The nodes from the first token to this one."""
@@ -150,6 +158,10 @@ class Offers:
     def classes(self) -> int:
         """V."""
         return self.allowed.scores.shape[-1]
+
+    def wider(self, k: int) -> Offers:
+        """The same with the k best tokens of each."""
+        return replace(self, best=largest(self.allowed.scores, min(k, self.classes)).indices)
 
     def candidates(self, ids: Int[Tensor, "n k"]) -> Candidates:
         """Some tokens of each hypothesis, in their order."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unembed.decoding._scorer import CachedScorer, FunctionScorer, Scorer, taken_by
 from unembed.decoding._strategy import Strategy
+from unembed.ops._whole import is_whole
 
 
 def is_causal_model(model: Any) -> bool:
@@ -38,9 +40,18 @@ def is_scorer(model: Any) -> bool:
     return all(hasattr(model, name) for name in ("start", "extend", "select"))
 
 
-def as_scorer(model: Any, strategy: Strategy) -> Scorer:
-    """The scorer that a strategy needs."""
+def as_scorer(model: Any, strategy: Strategy, name: str = "model") -> Scorer:
+    """The scorer that a strategy needs.
+
+    Raises:
+        ValueError: If a scorer lacks what this strategy uses; `name` says which argument it is.
+    """
     if is_scorer(model):
+        needs = [need for need, used in (("rewind", strategy.rewindable), ("hidden", strategy.keep_hidden)) if used]
+        lacking = [need for need in needs if not hasattr(model, need)]
+        if lacking:
+            kind, came = type(strategy).__name__, type(model).__name__
+            raise ValueError(f"`{name}` must have `{lacking[0]}` for {kind}, but {came} has none.")
         return model
     if is_causal_model(model):
         return CachedScorer(model, rewindable=strategy.rewindable, keep_hidden=strategy.keep_hidden)
@@ -50,6 +61,14 @@ def as_scorer(model: Any, strategy: Strategy) -> Scorer:
 def vocabulary_of(model: Any) -> int | None:
     """Rows of a model's embedding, where it tells."""
     return getattr(_embedding(model), "num_embeddings", None)
+
+
+def positions_of(model: Any) -> int | None:
+    """Tokens that a model was made for, where its config tells."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 def device_of(model: Any, default: torch.device) -> torch.device:
@@ -75,16 +94,17 @@ def evaluating(model: Any) -> Generator[None]:
 
 
 def ends_of(model: Any, eos_ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Ids that end a text, as given or as the model says.
+    """Ids that end a text, each once, as given or as the model says.
 
     Raises:
         ValueError: If they are no ids.
     """
     found = _said(model, "eos_token_id") if eos_ids is None else eos_ids
-    ids = () if found is None else (found,) if isinstance(found, int) else tuple(found)
-    if not all(isinstance(one, int) and one >= 0 for one in ids):
+    listed = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
+    ids = () if listed is None else tuple(listed) if isinstance(listed, Iterable) else (listed,)
+    if not all(is_whole(one) and one >= 0 for one in ids):
         raise ValueError(f"`eos_ids` must be whole numbers of at least 0, got {found!r:.80}.")
-    return ids
+    return tuple(dict.fromkeys(int(one) for one in ids))
 
 
 def pad_of(model: Any, pad_id: int | None, ends: Sequence[int]) -> int:

@@ -32,7 +32,7 @@ from unembed.decoding.filters import (
     TopP,
     Typical,
 )
-from unembed.decoding.filters._base import Number, within
+from unembed.decoding.filters._parameters import Number, within
 from unembed.decoding.filters._penalties import Scope
 
 Order = Literal["unembed", "transformers", "vllm", "llama.cpp", "sglang"]
@@ -159,6 +159,11 @@ def ordered(
         "dry": dry,
         "xtc": xtc,
     }
+    return _chain(order, given, penalty_window)
+
+
+def _chain(order: str, given: Mapping[str, Any], penalty_window: int | None) -> Chain:
+    """The filters of what is given, in the order of an engine that has them all."""
     asked = {name: value for name, value in given.items() if value is not None and not _changes_nothing(name, value)}
     for name in (*asked, *(["penalty_window"] if penalty_window is not None else [])):
         if name not in _ORDERS[order] and not (name == "penalty_window" and order in _WINDOWED):

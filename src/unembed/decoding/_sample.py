@@ -17,7 +17,7 @@ from unembed.decoding._draw_all import draw_all
 from unembed.decoding._draw_listed import draw_listed
 from unembed.decoding._largest import largest
 from unembed.decoding._settings import Settings, require_finite
-from unembed.decoding.filters._base import Number
+from unembed.decoding.filters._parameters import Number
 from unembed.ops import Noise, Numbers, widened
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unembed.decoding.filters._base import Number, within
+from unembed.decoding.filters._parameters import Number, whole, within
 from unembed.decoding.filters._top_p import SLACK
 
 
@@ -40,10 +41,8 @@ class Settings:
         """Checked, with what keeps everything left out."""
         within("temperature", temperature, 0)
         if top_k is not None:
-            whole = not top_k.is_floating_point() if isinstance(top_k, Tensor) else isinstance(top_k, int)
-            if not whole:
-                raise ValueError(f"`top_k` must be whole, got {top_k}.")
-            within("top_k", top_k, 1)
+            whole("top_k", top_k, 1)
+            top_k = top_k if isinstance(top_k, Tensor) else index(top_k)
         if top_p is not None:
             within("top_p", top_p)
         if min_p is not None:

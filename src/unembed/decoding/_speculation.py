@@ -21,10 +21,10 @@ from unembed.decoding._drawing import at_rows
 from unembed.decoding._generation import Generation
 from unembed.decoding._plan import Plan
 from unembed.decoding._reader import Reader
-from unembed.decoding._seeds import Stream
 from unembed.decoding._steps import check_finite
 from unembed.decoding._writer import Writer
 from unembed.decoding.filters._base import Chain
+from unembed.ops import Stream
 from unembed.ops._draw import block_sums, picked
 
 

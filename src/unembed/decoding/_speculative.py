@@ -5,7 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unembed.decoding._drawing import check_rows
 from unembed.decoding._generation import Generation
 from unembed.decoding._models import as_scorer, device_of, evaluating
 from unembed.decoding._plan import Plan
@@ -21,6 +22,7 @@ from unembed.decoding._scorer import Scorer
 from unembed.decoding._speculation import Draft, Row, speculate
 from unembed.decoding._strategy import Strategy
 from unembed.decoding.filters._base import Chain, Filter
+from unembed.ops._whole import is_whole
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Speculative(Strategy):
         lookahead: Drafts a call of the model, at most.
         draft_filters: Further filters of the draft, as `Temperature(0)` for its most probable tokens.
         same_ids: Whether the first ids mean the same although the numbers of rows differ (padding rows): then the
-            draft's scores are cut, or filled up with `-inf`. Else different numbers are refused.
+            draft's scores are cut, or filled up with `-inf`, and it drafts nothing after an id that it has not. Else
+            different numbers are refused.
     """
 
     rewindable: ClassVar[bool] = True
@@ -50,15 +53,19 @@ class Speculative(Strategy):
     same_ids: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lookahead, int) or self.lookahead < 1:
+        if not is_whole(self.lookahead) or self.lookahead < 1:
             raise ValueError(f"`lookahead` must be a whole number of at least 1, got {self.lookahead!r}.")
         given = self.draft_filters
+        if not isinstance(given, Filter | Iterable):
+            raise ValueError(f"`draft_filters` must be a filter or a list of them, got {given!r:.80}.")
         object.__setattr__(self, "draft_filters", Chain((given,) if isinstance(given, Filter) else tuple(given)))
 
     def run(self, scorer: Scorer, plan: Plan) -> Generation:
         """Write the rows one after the other."""
         place = plan.prompts.device
-        own = as_scorer(self.draft, self)
+        assert isinstance(self.draft_filters, Chain)
+        check_rows(self.draft_filters, len(plan.prompts))
+        own = as_scorer(self.draft, self, "draft")
         drafter = _DraftModel(self, Reader(own, device_of(self.draft, place)), plan)
         with evaluating(self.draft):
             return speculate(Reader(scorer, place), drafter, plan, self.lookahead)
@@ -70,6 +77,7 @@ class _DraftModel:
     def __init__(self, options: Speculative, reader: Reader, plan: Plan) -> None:
         self._options, self._reader, self._plan = options, reader, plan
         self._classes = 0
+        self._own: int | None = None  # ids of the draft
 
     def start(self, row: Row, target: Reader) -> None:
         """Read the prompt.
@@ -78,16 +86,24 @@ class _DraftModel:
             ValueError: If the draft has another number of rows.
         """
         self._row, self._classes = row, target.classes
-        self._reader.start(row.prompt)
-        if self._reader.classes != self._classes and not self._options.same_ids:
+        if self._own is None:
+            self._reader.start(torch.zeros_like(row.prompt[:1]))  # a prompt may hold ids that it does not have
+            self._own = self._reader.classes
+        if self._own != self._classes and not self._options.same_ids:
             raise ValueError(
-                f"`draft` must score the {self._classes} ids of the model, got {self._reader.classes}; "
+                f"`draft` must score the {self._classes} ids of the model, got {self._own}; "
                 "with `same_ids=True` the ids that only one of them has count as padding."
             )
+        self._foreign = int(row.prompt.max()) >= self._own
+        if not self._foreign:
+            self._reader.start(row.prompt)
 
     def drafts(self, written: Sequence[int], count: int) -> list[Draft]:
-        """Draw one after the other."""
+        """Draw one after the other; none where the draft does not have all ids."""
         tokens, found = list(written), []
+        assert self._own is not None
+        if self._foreign or max(tokens, default=0) >= self._own:
+            return found
         self._reader.keep(tokens)
         further = self._options.draft_filters
         assert isinstance(further, Chain)

@@ -61,6 +61,10 @@ class Sample(Strategy):
     fused: ClassVar[bool] = True
     joint: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.joint, bool):
+            raise ValueError(f"`joint` must be True or False, got {self.joint!r:.80}.")
+
     def run(self, scorer: Scorer, plan: Plan) -> Generation:
         """Write until each row ends."""
 

@@ -164,7 +164,7 @@ class _Search:
                 self.leaves.append(leaf)
                 continue
             node = steps.found.after(parents[row - first].node, row, column)
-            finish = self._finish(node, plan, endings)
+            node, finish = self._read(node, plan, endings)
             if finish is not None:
                 self.leaves.append(_Perturbed(-cost, node, finish))
             else:
@@ -180,10 +180,10 @@ class _Search:
         """G of each, and `-inf` for those that there are not."""
         return [*(one.perturbed for one in self.leaves), *[-torch.inf] * (count - len(self.leaves))]
 
-    def _finish(self, node: Node, plan: Plan, endings: Endings) -> Finish | None:
-        """Why a sequence ends with its last token, None if it goes on."""
+    def _read(self, node: Node, plan: Plan, endings: Endings) -> tuple[Node, Finish | None]:
+        """A sequence with its text, and why it ends with its last token; None if it goes on."""
         if node.token in plan.eos_ids:
-            return "eos"
-        if endings.stopped(self.row, node):
-            return "stop"
-        return "length" if node.length >= self.limit else None
+            return node, "eos"
+        node = endings.read(self.row, node)
+        full: Finish | None = "length" if node.length >= self.limit else None
+        return node, "stop" if node.stopped else full

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _HALF = "\ufffd"  # what decoders show for bytes that are no character, or not yet
@@ -13,7 +16,8 @@ class TextStream:
 
     Held back is what may still change: half a character at the end, and an end that a stop string may begin with. All
     that was told, and `close` at the end, join to `text`. Only the last tokens are decoded again, together with those
-    before them: decoders join tokens, and treat the first one in their own way.
+    before them: decoders join tokens, and treat the first one in their own way. A decoder must only append: one that
+    cleans up spaces is told not to where it can be.
 
     Args:
         tokenizer: With `decode`, from a list of ids to a string.
@@ -22,13 +26,12 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, *, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
-        self._decode, self._stop = tokenizer.decode, tuple(stop)
+        self._decode, self._stop = _plain_decode(tokenizer), tuple(stop)
         before = self._decode(list(context)) if context else ""
         if before.endswith(_HALF):  # the first tokens may end that character, which then is no text of theirs
             context, before = (), ""
-        self._ids = list(context)
-        self._start, self._read = 0, len(self._ids)  # where the text that is decoded again begins, and what is done
-        self._shown, self._seen = before, len(before)  # that text, and how much of it was taken
+        self._ids, self._read = list(context), len(context)  # what is decoded again, and how much of it is done
+        self._shown, self._seen = before, len(before)  # its text, and how much of it was taken
         self._held = ""
         self.text = ""
         self.stopped = False
@@ -36,15 +39,21 @@ class TextStream:
     def push(self, *tokens: int) -> str:
         """Read tokens; the text that can be told now."""
         self._ids.extend(tokens)
-        self._shown = self._decode(self._ids[self._start :])
+        self._shown = self._decode(self._ids)
         whole = self._shown.rstrip(_HALF)
         new = whole[self._seen :]
         self._seen = max(self._seen, len(whole))
         if new and whole == self._shown:
-            self._start, self._read = self._read, len(self._ids)
-            self._shown = self._decode(self._ids[self._start :])
+            self._ids = self._ids[self._read :]
+            self._read, self._shown = len(self._ids), self._decode(self._ids)
             self._seen = len(self._shown)
         return self._told(new)
+
+    def copy(self) -> TextStream:
+        """The same, to go on from in another way."""
+        found = copy.copy(self)
+        found._ids = list(self._ids)
+        return found
 
     def close(self) -> str:
         """What is still held back: the sequence has ended."""
@@ -70,3 +79,14 @@ class TextStream:
             if any(one.startswith(self._held[-size:]) for one in self._stop):
                 return size
         return 0
+
+
+def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Its `decode`, without the cleaning of spaces in front of marks that transformers does."""
+    decode = tokenizer.decode
+    try:
+        taken = inspect.signature(decode).parameters
+    except (TypeError, ValueError):  # compiled ones may have none
+        return decode
+    name = "clean_up_tokenization_spaces"
+    return functools.partial(decode, **{name: False}) if name in taken else decode

@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unembed.decoding._plan import Plan
-from unembed.decoding._seeds import Stream, uniforms
-from unembed.ops import gumbel_noise
+from unembed.ops import Stream, gumbel_noise, uniforms
 
 _BITS = 53
 _ROOT, _CHILD, _KEY = range(3)  # attempts: what a number is for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +14,12 @@ from unembed.decoding._strategy import Written, packed
 from unembed.decoding._text import TextStream
 
 _CONTEXT = 4  # tokens of the prompt that the first ones are decoded with
+
+
+def stream_of(plan: Plan, row: int) -> TextStream:
+    """The text of a prompt's sequence, before its first token."""
+    context = [token for token in plan.prompts[row, -_CONTEXT:].tolist() if token >= 0]
+    return TextStream(plan.tokenizer, stop=plan.stop, context=context)
 
 
 class Writer:
@@ -28,8 +36,7 @@ class Writer:
         self._ends = frozenset(plan.eos_ids)
         self._streams: list[TextStream] | None = None
         if plan.tokenizer is not None:
-            contexts = [[token for token in row if token >= 0] for row in plan.prompts[:, -_CONTEXT:].tolist()]
-            self._streams = [TextStream(plan.tokenizer, stop=plan.stop, context=one) for one in contexts]
+            self._streams = [stream_of(plan, row) for row in range(len(plan.prompts))]
         self._watched = bool(plan.stop) or plan.on_token is not None
 
     def put(
@@ -80,9 +87,24 @@ class Writer:
         one.finish = finish
         if self._streams is None:
             return ""
-        stream = self._streams[row]
-        if not self._watched:
-            stream.push(*(one.tokens[:-1] if finish == "eos" else one.tokens))
-        told = stream.close()
+        stream, written = self._streams[row], one.tokens[:-1] if finish == "eos" else one.tokens
+        if self._watched:
+            told = stream.close()
+            self._check_text(row, written, stream.text)
+        else:
+            stream.push(*written)
+            told = stream.close()
         one.text = stream.text
         return told
+
+    def _check_text(self, row: int, tokens: Sequence[int], text: str) -> None:
+        """Warn if tokens that were decoded one by one have another text than all at once."""
+        whole = stream_of(self._plan, row)
+        whole.push(*tokens)
+        whole.close()
+        if whole.text != text:
+            warnings.warn(
+                f"The `decode` of {type(self._plan.tokenizer).__name__} changes the text of earlier tokens: `stop` and "
+                "`on_token` need one that only appends.",
+                stacklevel=2,
+            )

@@ -73,7 +73,7 @@ class Decoder:
         if idle:
             raise InputError(
                 f"`{idle[0]}` does nothing with strategy {self.strategy}, which takes "
-                f"{', '.join(_TAKES[self.strategy])}; leave it out or name another strategy."
+                f"{', '.join(f'`{name}`' for name in _TAKES[self.strategy])}; leave it out or name another strategy."
             )
 
     def given(self) -> dict[str, Any]:

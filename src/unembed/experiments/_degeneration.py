@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed import decoding
+from unembed.decoding._models import ends_of, evaluating
 from unembed.decoding.metrics import text_metrics
 from unembed.experiments import _degeneration_files as files
 from unembed.experiments._decoder import Decoder, row_seeds
@@ -181,7 +182,7 @@ def _continued(
 ) -> tuple[Int[Tensor, "P T"], Float[Tensor, "P T"]]:
     """Tokens of a strategy, and their log-probabilities under the model as it is."""
     arguments = decoder.arguments()
-    banned = _end_ids(model)
+    banned = ends_of(model, None)
     if banned:
         arguments["filters"] = [decoding.BannedIds(banned), *arguments.get("filters", ())]
     found = []
@@ -196,20 +197,15 @@ def _continued(
 @torch.no_grad()
 def _log_probs(model: Any, prompts: Int[Tensor, "P n"], human: Int[Tensor, "P T"]) -> Float[Tensor, "P T"]:
     """Log-probability of each token that follows the prompts."""
-    scorer = decoding.CachedScorer(model)
-    training = model.training
-    model.eval()
-    found = []
-    try:
-        rows = max(1, _SCORES // (human.shape[1] * model.config.get_text_config().vocab_size))
+    scorer, found = decoding.CachedScorer(model), []
+    rows = max(1, _SCORES // (human.shape[1] * model.config.get_text_config().vocab_size))
+    with evaluating(model):
         for part, text in zip(prompts.split(rows), human.split(rows), strict=True):
             read, said = part.to(model.device), text.to(model.device)
             first = scorer.start(read, torch.ones_like(read, dtype=torch.bool))[:, None]
             scores = torch.cat([first, scorer.extend(said[:, :-1])], 1).float()
             own = scores.gather(-1, said[..., None]).squeeze(-1)
             found.append((own - scores.logsumexp(-1)).cpu())
-    finally:
-        model.train(training)
     return torch.cat(found)
 
 
@@ -244,15 +240,6 @@ def _check_room(model: Any, config: StudyConfig) -> None:
             f"{config.prompt_tokens} tokens of a prompt and {config.tokens} of its continuation are {need}, and the "
             f"model has {room} positions; take fewer tokens."
         )
-
-
-def _end_ids(model: Any) -> list[int]:
-    """Ids that end a text."""
-    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        given = getattr(config, "eos_token_id", None)
-        if given is not None:
-            return [given] if isinstance(given, int) else list(given)
-    return []
 
 
 def _by_position(log_probs: Float[np.ndarray, "P T"], seed: int) -> dict[str, list[Any]]:

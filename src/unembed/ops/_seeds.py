@@ -8,7 +8,7 @@ Shapes: B rows, n of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from unembed.ops._whole import is_whole
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -68,9 +70,9 @@ def words(name: str, numbers: Any) -> np.ndarray:
         if numbers.ndim == 1 and numbers.dtype.kind in "iu":
             return numbers.astype(np.int64 if numbers.dtype.kind == "i" else np.uint64).view(np.uint64)
     else:
-        found = list(numbers)
-        if all(isinstance(one, int) and -(2**63) <= one < 2**64 for one in found):
-            return np.array([one % 2**64 for one in found], dtype=np.uint64)
+        found = list(numbers) if isinstance(numbers, Iterable) else [None]
+        if all(is_whole(one) and -(2**63) <= one < 2**64 for one in found):
+            return np.array([int(one) % 2**64 for one in found], dtype=np.uint64)
     raise ValueError(f"`{name}` must be whole numbers of 64 bits, one a row, got {numbers!r:.80}.")
 
 

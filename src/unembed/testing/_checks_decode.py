@@ -19,9 +19,17 @@ _FEWEST = 5.0  # classes expected less often than this are counted as one
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:
-    """Chance that draws from `probabilities` [V] stray as far as `counts` [V] do (Pearson's chi-square)."""
-    expected = probabilities.double() * counts.sum()
+    """Chance that draws from `probabilities` [V] stray as far as `counts` [V] do (Pearson's chi-square).
+
+    Rare classes count as one, with the rarest of the others where they are too rare even so. It is 0 where a class of
+    probability 0 was drawn.
+    """
+    if bool((counts[probabilities == 0] > 0).any()):
+        return 0.0
+    expected = probabilities.double() / probabilities.double().sum() * counts.sum()
     rare = expected < _FEWEST
+    if not rare.all() and 0 < expected[rare].sum() < _FEWEST:
+        rare[expected.masked_fill(rare, torch.inf).argmin()] = True
     cells = [(expected[~rare], counts[~rare])]
     if rare.any():
         cells.append((expected[rare].sum()[None], counts[rare].sum()[None]))

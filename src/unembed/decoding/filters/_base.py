@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from unembed.decoding._history import History
 from unembed.decoding._largest import largest
+from unembed.decoding.filters._distribution import Distribution, described
+from unembed.decoding.filters._parameters import at_least_one
 from unembed.ops import widened
-
-Number = float | int | Tensor  # one for all rows, or one a row
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class Filter:
                 -1 in front of shorter rows. Scores are [B, V] then.
 
         Raises:
-            ValueError: If scores are not floating point or have no class, or the history is missing or does not fit.
+            ValueError: If scores are not floating point, have no class, or hold NaN or +inf, or the history is missing
+                or does not fit.
         """
         rows, history = checked(self, scores, history)
         return self.apply(rows, history).reshape(scores.shape)
@@ -67,10 +67,10 @@ class Filter:
         return found
 
     def __or__(self, other: Filter | Sequence[Filter]) -> Chain:
-        return Chain((self, *((other,) if isinstance(other, Filter) else other)))
+        return Chain((self, *_several("`|`", (other,) if isinstance(other, Filter) else other)))
 
     def __ror__(self, other: Sequence[Filter]) -> Chain:
-        return Chain((*other, self))
+        return Chain((*_several("`|`", other), self))
 
 
 @dataclass(frozen=True)
@@ -118,37 +118,6 @@ class Exclusion(Selection):
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """What a row can still become after a stage.
-
-    Args:
-        stage: The filter.
-        ids: Kept ids of each row, the most probable first, equal ones by number.
-        probabilities: The same in probability; each row sums to one.
-        dropped: Mass that this stage excluded, of the distribution it was given; 0 where that had none.
-    """
-
-    stage: str
-    ids: list[Int[Tensor, " kept"]]
-    probabilities: list[Float[Tensor, " kept"]]
-    dropped: Float[Tensor, " B"]
-
-    @classmethod
-    def between(cls, stage: str, before: Float[Tensor, "B V"], after: Float[Tensor, "B V"]) -> Distribution:
-        """From the scores that went in and came out."""
-        gone = (after == -torch.inf).detach()
-        mass = torch.softmax(before.detach().double(), -1).nan_to_num(nan=0.0)  # NaN: a row without any score
-        dropped = mass.masked_fill(~gone, 0.0).sum(-1)
-        ids, probabilities = [], []
-        for row in after.detach().double():
-            order = row.sort(descending=True, stable=True)
-            kept = int((order.values > -torch.inf).sum())
-            ids.append(order.indices[:kept])
-            probabilities.append(torch.softmax(order.values[:kept], 0))
-        return cls(stage, ids, probabilities, dropped)
-
-
-@dataclass(frozen=True)
 class Chain(Filter):
     """Filters one after the other, each on the scores that the one before left.
 
@@ -160,7 +129,7 @@ class Chain(Filter):
 
     def __post_init__(self) -> None:
         flat: list[Filter] = []
-        for one in self.filters:
+        for one in _several("A chain", self.filters):
             if not isinstance(one, Filter):
                 raise ValueError(f"A chain takes filters, got {type(one).__name__}.")
             flat += one.filters if isinstance(one, Chain) else (one,)
@@ -197,7 +166,7 @@ class Joint(Selection):
 
     def __post_init__(self) -> None:
         at_least_one(self.min_keep)
-        object.__setattr__(self, "filters", tuple(self.filters))
+        object.__setattr__(self, "filters", _several("`Joint`", self.filters))
         for one in self.filters:
             if not isinstance(one, Selection):
                 raise ValueError(f"`Joint` takes filters that only exclude, got {type(one).__name__}.")
@@ -211,6 +180,17 @@ class Joint(Selection):
         return or_best(kept, scores, self.min_keep)
 
 
+def _several(taker: str, given: Any) -> tuple[Any, ...]:
+    """Members of a sequence, or of a chain.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if not isinstance(given, Sequence | Chain) or isinstance(given, str):
+        raise ValueError(f"{taker} takes a sequence of filters, got {given!r:.80}.")
+    return tuple(given)
+
+
 def checked(
     given: Filter, scores: Tensor, history: History | Tensor | None
 ) -> tuple[Float[Tensor, "B V"], History | None]:
@@ -220,6 +200,11 @@ def checked(
             f"`scores` must be floating point [*, V] with V >= 1, got {scores.dtype} {tuple(scores.shape)}."
         )
     rows = scores.reshape(math.prod(scores.shape[:-1]), scores.shape[-1]).to(widened(scores.dtype))
+    peaks = rows.detach().amax(-1)
+    fits = peaks < torch.inf  # NaN is not, and is the largest of its row
+    if not bool(fits.all()):
+        row = int(fits.logical_not().nonzero()[0])
+        raise ValueError(f"Row {row} of `scores` holds {float(peaks[row])}: expected finite scores or -inf.")
     if isinstance(history, Tensor):
         history = History(history)
     if history is not None and len(history.tokens) != len(rows):
@@ -236,66 +221,6 @@ def need_history(given: Filter, history: History | None) -> None:
         raise ValueError(f"{type(given).__name__} looks at the tokens so far: pass `history`.")
 
 
-def column(name: str, value: Number, scores: Float[Tensor, "B V"]) -> Float[Tensor, "#B 1"]:
-    """A parameter as a column beside the scores, in float64."""
-    if not isinstance(value, Tensor):
-        return torch.full((1, 1), float(value), dtype=torch.float64, device=scores.device)
-    return beside(name, value, scores).double()
-
-
-def beside(name: str, value: Tensor, scores: Float[Tensor, "B V"]) -> Tensor:
-    """A tensor of parameters as a column beside the scores, in its own dtype.
-
-    Raises:
-        ValueError: If it has not one number a row.
-    """
-    if value.ndim == 0:
-        value = value.expand(len(scores))
-    if tuple(value.shape) != (len(scores),):
-        raise ValueError(f"`{name}` must be a number or have shape [{len(scores)}], got {tuple(value.shape)}.")
-    return value.to(scores.device)[:, None]
-
-
-def within(name: str, value: Number, least: float = -math.inf, most: float = math.inf, *, strict: bool = False) -> None:
-    """Refuse a parameter outside its range; `strict` excludes the lower end.
-
-    Raises:
-        ValueError: If it is no number, or it or one of its entries is NaN or outside.
-    """
-    if not isinstance(value, (Real, Tensor)):
-        raise ValueError(f"`{name}` must be a number or a tensor, got {value!r:.80}.")
-    if isinstance(value, Tensor):
-        low = value > least if strict else value >= least
-        holds, shown = bool((low & (value <= most)).all()), str(value.tolist())
-    else:
-        holds, shown = (value > least if strict else value >= least) and value <= most, str(value)
-    if not holds:
-        wanted = "a number" if least == -math.inf else f"more than {least}" if strict else f"at least {least}"
-        ceiling = "" if most == math.inf else f" and at most {most}"
-        raise ValueError(f"`{name}` must be {wanted}{ceiling}, got {shown:.80}.")
-
-
-def whole(name: str, value: Number, least: int) -> None:
-    """Refuse what is not a whole number, or a tensor of such, or is too small.
-
-    Raises:
-        ValueError: With the name and what came.
-    """
-    if isinstance(value, Tensor):
-        fits = not value.is_floating_point() and value.dtype != torch.bool
-    else:
-        fits = isinstance(value, Integral) and not isinstance(value, bool)
-    if not fits:
-        raise ValueError(f"`{name}` must be whole, got {value!r:.80}.")
-    within(name, value, least)
-
-
-def at_least_one(min_keep: int) -> None:
-    """Refuse to keep no token."""
-    if not isinstance(min_keep, Integral) or min_keep < 1:
-        raise ValueError(f"`min_keep` must be a whole number of at least 1, got {min_keep}.")
-
-
 def or_best(kept: Bool[Tensor, "B V"], scores: Float[Tensor, "B V"], min_keep: int) -> Bool[Tensor, "B V"]:
     """What is kept, and the most probable ones where that is fewer than `min_keep`."""
     short = (kept & (scores > -torch.inf)).sum(-1) < min_keep
@@ -304,13 +229,3 @@ def or_best(kept: Bool[Tensor, "B V"], scores: Float[Tensor, "B V"], min_keep: i
     best = largest(scores[short], min(min_keep, scores.shape[-1])).indices
     more = torch.zeros_like(kept[short]).scatter_(-1, best, True)
     return kept.index_put((short.nonzero().squeeze(1),), kept[short] | more)
-
-
-def described(given: Filter) -> str:
-    """The filter as one would write it, tensors by their shape."""
-    shown = []
-    for one in fields(given):
-        value = getattr(given, one.name)
-        if value != one.default if not isinstance(value, Tensor) else True:
-            shown.append(f"{one.name}={f'[{len(value)}]' if isinstance(value, Tensor) and value.ndim else value}")
-    return f"{type(given).__name__}({', '.join(shown)})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unembed.decoding._history import History
-from unembed.decoding.filters._base import Exclusion, Selection, whole
+from unembed.decoding.filters._base import Exclusion, Selection
+from unembed.decoding.filters._parameters import Number, beside, one_for_all, whole
 
 _Ids = Sequence[int] | Int[Tensor, " n"]
 
@@ -75,13 +76,13 @@ class MinLength(Exclusion):
     """Excludes ids that end a text until the model has written a number of tokens; not where nothing else is left.
 
     Args:
-        tokens: Tokens that the model writes at least before the end.
+        tokens: Tokens that the model writes at least before the end; one number, or one a row.
         eos_ids: Ids that end a text.
     """
 
     uses_history: ClassVar[bool] = True
     spares: ClassVar[bool] = True
-    tokens: int
+    tokens: Number
     eos_ids: _Ids
 
     def __post_init__(self) -> None:
@@ -93,7 +94,8 @@ class MinLength(Exclusion):
     ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
         """The ends, in rows that are too short."""
         assert history is not None
-        short = (history.lengths().to(scores.device) < self.tokens).nonzero().squeeze(1)
+        least = beside("tokens", self.tokens, scores).squeeze(1) if isinstance(self.tokens, Tensor) else self.tokens
+        short = (history.lengths().to(scores.device) < least).nonzero().squeeze(1)
         return _everywhere(short, named("eos_ids", self.eos_ids, scores))
 
 
@@ -113,9 +115,13 @@ def checked_ids(name: str, ids: _Ids) -> _Ids:
             raise ValueError(f"`{name}` must have one dimension, got {tuple(ids.shape)}.")
         whole(name, ids, 0)
         return ids
-    for one in ids:
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ValueError(f"`{name}` must be ids, whole numbers from 0 on, got {ids!r:.80}.")
+    found = tuple(ids)
+    for one in found:
+        one_for_all(name, one)
         whole(name, one, 0)
-    return tuple(map(int, ids))
+    return tuple(map(int, found))
 
 
 def named(name: str, ids: _Ids, scores: Float[Tensor, "B V"]) -> Int[Tensor, " n"]:

@@ -16,8 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.decoding._history import History
-from unembed.decoding.filters._base import Exclusion, Filter, whole, within
-from unembed.decoding.filters._penalties import known
+from unembed.decoding.filters._base import Exclusion, Filter
+from unembed.decoding.filters._ids import checked_ids
+from unembed.decoding.filters._parameters import one_for_all, whole, within
+from unembed.decoding.filters._penalties import check_window, known
 
 _STEEPEST = 80.0  # nats by which a penalty grows at most; float32 holds 88
 
@@ -60,6 +62,7 @@ class NoRepeatNgram(Exclusion):
     scope: Literal["all", "written"] = "all"
 
     def __post_init__(self) -> None:
+        one_for_all("n", self.n)
         whole("n", self.n, 1)
         if self.scope not in ("all", "written"):
             raise ValueError(f"`scope` must be all or written, got {self.scope!r}.")
@@ -105,11 +108,13 @@ class DRY(Filter):
     window: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("multiplier", "base", "allowed_length"):
+            one_for_all(name, getattr(self, name))
         within("multiplier", self.multiplier, 0, 1e30)
         within("base", self.base, 1)
-        for name, value in (("allowed_length", self.allowed_length), ("window", self.window)):
-            if value is not None:
-                whole(name, value, 1)
+        whole("allowed_length", self.allowed_length, 1)
+        check_window(self.window)
+        object.__setattr__(self, "breakers", tuple(map(int, checked_ids("breakers", self.breakers))))
 
     def apply(self, scores: Float[Tensor, "B V"], history: History | None) -> Float[Tensor, "B V"]:
         """Scores less the penalties."""

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unembed.decoding._history import History
-from unembed.decoding.filters._base import Filter, Number, column, whole, within
+from unembed.decoding.filters._base import Filter
+from unembed.decoding.filters._parameters import Number, column, one_for_all, whole, within
 
 Scope = Literal["all", "written", "prompt"]
 
@@ -178,5 +179,11 @@ def check_scope(scope: str, window: int | None = None) -> None:
     """Refuse a scope that there is not, and a window without a token."""
     if scope not in ("all", "written", "prompt"):
         raise ValueError(f"`scope` must be all, written or prompt, got {scope!r}.")
+    check_window(window)
+
+
+def check_window(window: int | None) -> None:
+    """Refuse a window without a token, and one of each row."""
     if window is not None:
+        one_for_all("window", window)
         whole("window", window, 1)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unembed.decoding._history import History
 from unembed.decoding._largest import largest
-from unembed.decoding.filters._base import Filter, Number, column, within
+from unembed.decoding.filters._base import Filter
+from unembed.decoding.filters._parameters import Number, column, within
 
 
 def _reference(scores: Float[Tensor, " V"], temperature: float) -> Float[Tensor, " V"]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unembed.decoding._history import History
 from unembed.decoding._largest import largest
-from unembed.decoding.filters._base import Number, Selection, at_least_one, beside, whole
+from unembed.decoding.filters._base import Selection
+from unembed.decoding.filters._parameters import Number, at_least_one, beside, whole
 
 
 def _reference(scores: Float[Tensor, " V"], k: int, min_keep: int = 1) -> Bool[Tensor, " V"]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unembed.decoding._history import History
 from unembed.decoding._prefix import shortest_prefix
-from unembed.decoding.filters._base import Number, Selection, at_least_one, column, or_best, within
+from unembed.decoding.filters._base import Selection, or_best
+from unembed.decoding.filters._parameters import Number, at_least_one, column, within
 
 SLACK = 4  # roundings of a running sum that count as having reached the mass
 

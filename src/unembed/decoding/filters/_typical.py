@@ -11,7 +11,8 @@ from torch import Tensor
 from unembed.decoding._history import History
 from unembed.decoding._largest import largest
 from unembed.decoding._prefix import shortest_prefix
-from unembed.decoding.filters._base import Number, Selection, at_least_one, column, within
+from unembed.decoding.filters._base import Selection
+from unembed.decoding.filters._parameters import Number, at_least_one, column, within
 from unembed.decoding.filters._top_p import SLACK
 
 

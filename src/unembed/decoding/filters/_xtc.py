@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unembed.decoding._history import History
-from unembed.decoding.filters._base import Number, Selection, at_least_one, column, within
+from unembed.decoding.filters._base import Selection
+from unembed.decoding.filters._parameters import Number, at_least_one, column, within
 
 
 def _reference(scores: Float[Tensor, " V"], threshold: float, min_keep: int = 1) -> Bool[Tensor, " V"]:

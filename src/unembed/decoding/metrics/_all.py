@@ -153,7 +153,8 @@ def _with_interval(
         few = len(table) < MIN_DOCUMENTS
         return Measured(value, reason=_few(len(table)) if few else "a resample has no finite value")
     if ends[1] - ends[0] <= _WIDTH * abs(value):
-        return Measured(value, reason="no interval: all sequences have one value, so none tells how far others may lie")
+        reason = "no interval: resampling changes nothing, so it cannot tell how far other texts may lie"
+        return Measured(value, reason=reason)
     return Measured(value, (ends[0], ends[1]))
 
 

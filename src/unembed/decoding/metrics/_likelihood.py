@@ -18,7 +18,8 @@ def perplexity(log_probs: LogProbs) -> float:
     r"""$\exp(-\frac1T \sum_t \log p_t)$ over all tokens of all sequences.
 
     Args:
-        log_probs: Log-probability of each token, in nats; of one sequence, or of several.
+        log_probs: Log-probability of each token, in nats; of one sequence, or of several, without padding (its 0 would
+            count as certain): `Generation.sequence_log_probs` of what was generated.
 
     Raises:
         ValueError: If there is no token, or a number is no log-probability.
