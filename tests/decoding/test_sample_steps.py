@@ -86,7 +86,7 @@ def test_the_coin_of_random_filters_is_of_the_seed_and_the_place(function):
 
     def mask(history):
         for row, place, coin in zip(
-            *(one.tolist() for one in (history.rows, history.written, history.coin)), strict=True
+            *(one.tolist() for one in (history.rows, history.written, history.tossed())), strict=True
         ):
             seen[row, place] = coin
         return torch.ones(len(history.tokens), V, dtype=torch.bool)

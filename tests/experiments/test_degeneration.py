@@ -224,7 +224,7 @@ def test_every_strategy_of_the_study_runs(opened, texts):
     [
         ({"temperature": 0.5}, "`temperature` does nothing with strategy greedy"),
         ({"strategy": "sample", "beams": 3}, "`beams` does nothing with strategy sample"),
-        ({"strategy": "beam", "top_p": 0.5}, "`top_p` does nothing with strategy beam"),
+        ({"strategy": "beam", "alpha": 0.5}, "`alpha` does nothing with strategy beam"),
         ({"strategy": "random"}, "`strategy` must be one of greedy, sample"),
     ],
 )

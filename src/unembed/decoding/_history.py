@@ -5,7 +5,7 @@ Shapes: B rows, T tokens of the longest row, t of a window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,13 @@ class History:
     Args:
         tokens: One row each, the last token in the last column; -1 in front where a row is shorter.
         written: How many of the last tokens the model wrote; the others are the prompt. All of them when None.
-        coin: Uniform on [0, 1), from the request's own seed; filters that are random draw from PyTorch's when None.
+        coin: Uniform on [0, 1), or a function that gives it (see `tossed`); from PyTorch's own generator when None.
         rows: The row of the request that each one belongs to, for masks and filters that differ by row.
     """
 
     tokens: Int[Tensor, "B T"]
     written: Int[Tensor, " B"] | None = None
-    coin: Float[Tensor, " B"] | None = None
+    coin: Float[Tensor, " B"] | Callable[[], Float[Tensor, " B"]] | None = None
     rows: Int[Tensor, " B"] | None = None
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class History:
             raise ValueError(f"`history` must be integers [B, T], got {tokens.dtype} {tuple(tokens.shape)}.")
         for name in ("written", "coin", "rows"):
             value = getattr(self, name)
-            if value is not None and tuple(value.shape) != (len(tokens),):
+            if isinstance(value, Tensor) and tuple(value.shape) != (len(tokens),):
                 raise ValueError(f"`{name}` must have shape [{len(tokens)}], got {tuple(value.shape)}.")
 
     @classmethod
@@ -52,6 +52,12 @@ class History:
         padded = [[-1] * (width - len(row)) + row for row in rows]
         tokens = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(rows), width)
         return cls(tokens, torch.tensor([len(output) for output in outputs], dtype=torch.int64, device=device))
+
+    def tossed(self) -> Float[Tensor, " B"]:
+        """One uniform draw a row, for a filter that is random: only such a filter moves a generator."""
+        if self.coin is None:
+            return torch.rand(len(self.tokens), dtype=torch.float64)
+        return self.coin if isinstance(self.coin, Tensor) else self.coin()
 
     def part(self, scope: str, window: int | None = None) -> Int[Tensor, "B t"]:
         """The tokens of a scope, `all`, `written` or `prompt`; -1 elsewhere.

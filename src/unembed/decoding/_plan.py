@@ -22,23 +22,6 @@ from unembed.decoding.filters._base import Chain
 from unembed.ops import Stream, uniforms, widened
 from unembed.ops._seeds import generated
 
-
-@dataclass(frozen=True)
-class _Tossing(History):
-    """Tosses its coin when it is first looked at: a request without random filters leaves its generator alone."""
-
-    toss: Callable[[], Float[Tensor, " B"]] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        del self.__dict__["coin"]  # or the field would hide the property
-
-    @functools.cached_property
-    def coin(self) -> Float[Tensor, " B"] | None:
-        """From the request's own seed."""
-        return None if self.toss is None else self.toss()
-
-
 Mask = Callable[[History], Bool[Tensor, "B V"]]
 
 
@@ -114,9 +97,9 @@ class Plan:
         """Prompts of some rows and what was written after them, with the coin of the next position."""
         tokens = torch.cat([self.prompts[rows], written], 1)
         length = torch.full((len(rows),), written.shape[1], dtype=torch.int64, device=tokens.device)
-        if self.seeds is None and self.generator is None:
-            return History(tokens, length, rows=rows)
-        return _Tossing(tokens, length, rows=rows, toss=lambda: self.uniforms(rows, length, Stream.COIN))
+        own = self.seeds is not None or self.generator is not None
+        toss = functools.cache(lambda: self.uniforms(rows, length, Stream.COIN)) if own else None
+        return History(tokens, length, toss, rows)
 
     def allowed(self, scores: Float[Tensor, "n V"], history: History | None) -> Float[Tensor, "n V"]:
         """Scores after the mask and the filters; a row may be left without any.

@@ -19,8 +19,8 @@ _PENALTIES = ("repetition_penalty",)
 _TAKES: dict[str, tuple[str, ...]] = {
     "greedy": _PENALTIES,
     "sample": (*_SHAPING, "order"),
-    "beam": (*_PENALTIES, "beams", "length_penalty", "returns"),
-    "contrastive": (*_PENALTIES, "top_k", "alpha"),
+    "beam": (*_SHAPING, "order", "beams", "length_penalty", "returns"),
+    "contrastive": (*_SHAPING, "order", "alpha"),
     "stochastic-beam": (*_SHAPING, "order", "beams"),
     "speculative": (*_SHAPING, "order", "lookahead"),
 }

@@ -8,6 +8,7 @@ Shapes: B requests, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,8 +148,13 @@ def _history(requests: Sequence[_Request], device: torch.device) -> History:
     """Tokens of requests; -1, which vLLM has not filled in yet, counts as none, and so does a prompt of embeddings."""
     prompts = [() if one.prompt is None else one.prompt for one in requests]
     found = History.of(prompts, [one.output for one in requests], device=device)
-    coin = torch.rand(len(requests), dtype=torch.float64)
-    for place, one in enumerate(requests):
-        if one.seed is not None:
-            coin[place] = float(uniforms([one.seed], [len(one.output)], stream=Stream.COIN)[0])
-    return History(found.tokens, found.written, coin)
+
+    @functools.cache
+    def toss() -> Float[Tensor, " B"]:
+        coin = torch.rand(len(requests), dtype=torch.float64)
+        for place, one in enumerate(requests):
+            if one.seed is not None:
+                coin[place] = float(uniforms([one.seed], [len(one.output)], stream=Stream.COIN)[0])
+        return coin
+
+    return History(found.tokens, found.written, toss)

@@ -49,8 +49,7 @@ class XTC(Selection):
 
     def keep(self, scores: Float[Tensor, "B V"], history: History | None) -> Bool[Tensor, "B V"]:
         """All but the top choices, where the coin says so."""
-        coin = history.coin if history is not None else None
-        coin = torch.rand(len(scores), dtype=torch.float64) if coin is None else coin
+        coin = torch.rand(len(scores), dtype=torch.float64) if history is None else history.tossed()
         finite = scores > -torch.inf
         threshold = column("threshold", self.threshold, scores).to(scores.dtype)
         top = (torch.softmax(scores, -1) >= threshold) & finite
