@@ -1,6 +1,7 @@
 # make audit: set up and audit the demonstration model.   make test: set up and run all tests.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -12,9 +13,9 @@ audit: $(READY)
 
 test: $(READY)
 	@echo "==> running the tests"
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 	@echo "==> running the tests of torch.compile, in a process without run-time type checks"
-	$(BIN)/python -m pytest -q -m "compile and not slow" --jaxtyping-packages=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "compile and not slow" --jaxtyping-packages=
 
 slow: $(READY)
 	@echo "==> running the slow tests (the Gemma GGUF comes from PyPI, about 250 MB)"

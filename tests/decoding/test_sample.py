@@ -347,7 +347,6 @@ def test_the_statistical_test_is_that_of_scipy_and_calls_right_draws_rare_as_oft
         ({"seeds": [True, False]}, "`seeds` must be whole numbers"),
         ({"seeds": 1.5}, "`seeds` must be whole numbers"),
     ],
-    ids=str,
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):

@@ -246,10 +246,12 @@ def test_nothing_is_written_and_settings_are_put_back(family_folder, documents, 
 
     from transformers.utils import logging as hf_logging
 
+    folder = family_folder("gemma2")  # which may have to be written first
+    capfd.readouterr()
     logging.getLogger("transformers").setLevel(logging.INFO)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        model, tokenizer = open_model(family_folder("gemma2"))
+        model, tokenizer = open_model(folder)
         list(hidden_states(model, tokenizer, documents, tokens=300))
     assert not said
     assert capfd.readouterr() == ("", "")

@@ -176,7 +176,7 @@ def test_temperatures():
     assert torch.equal(softmax_spectrum(x.T, dim=0, temperature=t.T), found.T)
     with pytest.raises(ValueError, match="`temperature` must be at least 0"):
         softmax_spectrum(x, temperature=-1.0)
-    with pytest.raises(ValueError, match="`temperature` must have size 1"):
+    with pytest.raises(ValueError, match="`temperature` must be a number, or broadcast"):
         softmax_saturation(x, temperature=torch.ones(6))
 
 
