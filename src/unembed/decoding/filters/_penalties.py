@@ -79,7 +79,29 @@ class RepetitionPenalty(Filter):
 
 
 @dataclass(frozen=True)
-class PresencePenalty(Filter):
+class _Subtraction(Filter):
+    """Takes a number from the scores of ids that occurred."""
+
+    uses_history: ClassVar[bool] = True
+    by_count: ClassVar[bool]
+    penalty: Number
+    scope: Scope = "written"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        within("penalty", self.penalty, -1e30, 1e30)
+        check_scope(self.scope, self.window)
+
+    def apply(self, scores: Float[Tensor, "B V"], history: History | None) -> Float[Tensor, "B V"]:
+        """Scores less the penalty, or less that many times of it."""
+        assert history is not None
+        seen = occurred(history.part(self.scope, self.window), scores)
+        penalty = seen.own(column("penalty", self.penalty, scores))
+        return seen.put(scores, scores[seen.rows, seen.ids] - (penalty * seen.counts if self.by_count else penalty))
+
+
+@dataclass(frozen=True)
+class PresencePenalty(_Subtraction):
     """Takes a number from the scores of ids that occurred, once each.
 
     Args:
@@ -88,24 +110,11 @@ class PresencePenalty(Filter):
         window: Only the last tokens of a row count, so many; all when None.
     """
 
-    uses_history: ClassVar[bool] = True
-    penalty: Number
-    scope: Scope = "written"
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        within("penalty", self.penalty, -1e30, 1e30)
-        check_scope(self.scope, self.window)
-
-    def apply(self, scores: Float[Tensor, "B V"], history: History | None) -> Float[Tensor, "B V"]:
-        """Scores less the penalty."""
-        assert history is not None
-        seen = occurred(history.part(self.scope, self.window), scores)
-        return seen.put(scores, scores[seen.rows, seen.ids] - seen.own(column("penalty", self.penalty, scores)))
+    by_count: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class FrequencyPenalty(Filter):
+class FrequencyPenalty(_Subtraction):
     """Takes a number from the scores of ids that occurred, times how often they did.
 
     Args:
@@ -114,21 +123,7 @@ class FrequencyPenalty(Filter):
         window: Only the last tokens of a row count, so many; all when None.
     """
 
-    uses_history: ClassVar[bool] = True
-    penalty: Number
-    scope: Scope = "written"
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        within("penalty", self.penalty, -1e30, 1e30)
-        check_scope(self.scope, self.window)
-
-    def apply(self, scores: Float[Tensor, "B V"], history: History | None) -> Float[Tensor, "B V"]:
-        """Scores less the penalty times the count."""
-        assert history is not None
-        seen = occurred(history.part(self.scope, self.window), scores)
-        penalty = seen.own(column("penalty", self.penalty, scores)) * seen.counts
-        return seen.put(scores, scores[seen.rows, seen.ids] - penalty)
+    by_count: ClassVar[bool] = True
 
 
 class Occurred(NamedTuple):
