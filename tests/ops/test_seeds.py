@@ -159,15 +159,28 @@ def test_noise_of_seeds_is_uniforms_and_parts_of_it_those_of_the_rows():
     assert torch.equal(noise.at(slice(2, 8)).at(torch.tensor([1, 3]))(), noise()[[3, 5]])
 
 
-def test_noise_of_a_generator_goes_on_and_has_as_many_numbers_as_rows():
-    noise = Noise.of(6, torch.device("cpu"), generator=torch.Generator().manual_seed(1))
-    first, second = noise(), noise()
-    assert not torch.equal(first, second)
-    assert noise.at(slice(4, 9))().shape == (2,)
-    assert noise.at(torch.tensor([5, 1, 2]))().shape == (3,)
+def test_noise_of_a_generator_is_that_of_seeds_from_it():
+    generator = torch.Generator().manual_seed(1)
+    noise = Noise.of(6, torch.device("cpu"), generator=generator)
+    assert noise.seeds is not None
+    assert len(set(noise.seeds.tolist())) == 6
+    assert not torch.equal(noise(0), noise(1))
+    assert torch.equal(noise.at(torch.tensor([5, 1, 2]))(1), noise(1)[[5, 1, 2]])
+    assert not torch.equal(Noise.of(6, torch.device("cpu"), generator=generator)(), noise())
     again = Noise.of(6, torch.device("cpu"), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(again(), first)
-    assert torch.equal(first, generated(6, torch.device("cpu"), torch.Generator().manual_seed(1)))
+    assert torch.equal(again(), noise())
+    torch.manual_seed(1)
+    assert torch.equal(Noise.of(6, torch.device("cpu"))(), noise())
+
+
+def test_noise_of_a_device_goes_on_and_has_as_many_numbers_as_rows():
+    """Elsewhere than on a CPU a generator gives the draws; the meta device stands for it."""
+    noise = Noise.of(6, torch.device("meta"), generator=torch.Generator().manual_seed(1))
+    assert noise.seeds is None
+    assert noise().shape == (6,)
+    assert noise.at(slice(4, 9))().shape == (2,)
+    generator = torch.Generator().manual_seed(1)
+    assert not torch.equal(*(generated(6, torch.device("cpu"), generator) for _ in range(2)))
 
 
 @pytest.mark.parametrize(

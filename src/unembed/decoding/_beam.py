@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from unembed.decoding._scorer import Scorer
 from unembed.decoding._strategy import Strategy, Written, packed
 from unembed.ops._whole import is_whole
 
-_Ranked = list[tuple[float, int, int]]  # cost (the sum of log-probabilities, negative), hypothesis, column
 _POWERS = 20.0  # a larger one would take the power of a length out of float64
 
 
@@ -103,16 +101,16 @@ class _Step(NamedTuple):
 
     Args:
         nodes: The best that are no end, up to the last one that can go on; those that hold a stop string among them.
-        further: The same and all worse ones that were looked up.
-        last: Ends.
+        further: Costs of all that are no end and were looked up, in order.
+        last: Costs of ends.
         ended: Those of them that may be among the best sequences.
         dead: Hypotheses after which nothing is allowed.
         short: Whether better ones than the last of `nodes` may not have been looked up, as stop strings took places.
     """
 
     nodes: list[_Chosen]
-    further: _Ranked
-    last: _Ranked
+    further: np.ndarray
+    last: np.ndarray
     ended: list[Node]
     dead: list[Node]
     short: bool
@@ -120,10 +118,14 @@ class _Step(NamedTuple):
 
 def _steps(searches: Sequence[_Search], offers: Offers, ends: Tensor) -> list[_Step]:
     """A step of each search, those that have ended included."""
-    found = offers.candidates(torch.cat([ends.expand(len(offers.best), -1), offers.best], 1))
+    ids = torch.cat([ends.expand(len(offers.best), -1), offers.best], 1)
+    found = offers.candidates(ids)
+    totals = np.array([node.total for search in searches for node in search.running])
+    cost = -(totals[:, None] + np.array(found.drawn_log_probs))
+    cost[:, len(ends) :][(ids[:, len(ends) :, None] == ends).any(-1).numpy(force=True)] = math.inf
     first, steps = 0, []
     for search in searches:
-        steps.append(search.step(first, found, len(ends)))
+        steps.append(search.step(first, found, cost[first : first + len(search.running)], len(ends)))
         first += len(search.running)
     return steps
 
@@ -152,32 +154,37 @@ class _Search:
     dead: list[Node] = field(default_factory=list)
     ended: int = 0
 
-    def step(self, first: int, found: Candidates, ends: int) -> _Step:
+    def step(self, first: int, found: Candidates, cost: np.ndarray, ends: int) -> _Step:
         """What is next; nothing is decided yet.
 
         Args:
             first: Row of the first hypothesis among the candidates.
             found: Candidates of all prompts.
+            cost: Of the candidates of each hypothesis: the sum of log-probabilities, negative; infinite is excluded.
             ends: The first so many columns are the ends, the others the best of all.
         """
-        further, last, dead = self._candidates(first, found, ends)
-        left = Counter(place for _, place, _ in further)
+        last, further = cost[:, :ends], cost[:, ends:]
+        order = further.argsort(axis=None, kind="stable")  # equal ones in the order of hypotheses, then of ids
+        ranked = further.ravel()[order]
+        allowed = int(ranked.searchsorted(math.inf))
         nodes, going = [], 0
-        for _, place, column in further:
-            node = self.endings.read(self.prompt, found.after(self.running[place], first + place, column))
-            nodes.append(_Chosen(first + place, node))
-            going += not node.stopped
+        for place in order[:allowed].tolist():
+            parent, column = divmod(place, further.shape[1])
+            node = found.after(self.running[parent], first + parent, ends + column)
+            nodes.append(_Chosen(first + parent, self.endings.read(self.prompt, node)))
+            going += not nodes[-1].node.stopped
             if going == self.beam.width:
                 break
-            left[place] -= 1
-        # Of these all were looked at, and what was not looked up could come before the last one.
-        short = any(not count and found.drawn_log_probs[first + place][-1] > -math.inf for place, count in left.items())
-        ended = [
-            found.after(self.running[place], first + place, column)
-            for cost, place, column in last
-            if self._wanted(-cost, self.running[place].length + 1)
-        ]
-        return _Step(nodes, further, last, ended, dead, short)
+        short = False
+        if going < len(nodes):
+            # Where all that was looked up came before the last one, what was not could do so too.
+            before = len(nodes) - (going == self.beam.width)
+            left = np.isfinite(further).sum(1) - np.bincount(order[:before] // further.shape[1], minlength=len(cost))
+            rows = range(first, first + len(cost))
+            short = any(not n and found.drawn_log_probs[i][-1] > -math.inf for i, n in zip(rows, left, strict=True))
+        ended = [found.after(self.running[i], first + i, j) for i, j in np.argwhere(self._hoped(last)).tolist()]
+        dead = [] if allowed == order.size else [self.running[i] for i in np.isinf(cost).all(1).nonzero()[0]]
+        return _Step(nodes, ranked[:allowed], last, ended, dead, short)
 
     def advance(self, step: _Step) -> list[_Chosen]:
         """Go one token on; the hypotheses that go on then."""
@@ -206,17 +213,11 @@ class _Search:
                 self._keep(node, "dead end")
         return [node.written(finish, score) for score, node, finish in self.kept]
 
-    def _candidates(self, first: int, found: Candidates, ends: int) -> tuple[_Ranked, _Ranked, list[Node]]:
-        """What goes on, the best first, equal ones in the order of hypotheses, then of ids; what ends; dead ends."""
-        further, last, dead = [], [], []
-        for place, node in enumerate(self.running):
-            tokens, drawn = found.tokens[first + place], found.drawn_log_probs[first + place]
-            last += [(-node.total - drawn[i], place, i) for i in range(ends) if drawn[i] > -math.inf]
-            best = [i for i in range(ends, len(tokens)) if drawn[i] > -math.inf and tokens[i] not in tokens[:ends]]
-            further += [(-node.total - drawn[i], place, i) for i in best]
-            if not best and not any(one > -math.inf for one in drawn[:ends]):
-                dead.append(node)
-        return sorted(further), last, dead
+    def _hoped(self, cost: np.ndarray) -> np.ndarray:
+        """Which of the sequences that end now may be among the best ones."""
+        if len(self.kept) < self.beam.returns or not cost.size:
+            return cost < math.inf
+        return self._power(-cost, self.running[0].length + 1) > self.kept[-1][0]
 
     def _wanted(self, total: float, length: int) -> bool:
         """Whether a sequence is among the best ones."""
@@ -240,12 +241,13 @@ class _Search:
         last = self.limit if self.beam.length_penalty > 0 else best.length + 1
         return not self._wanted(best.total, last)
 
-    def _power(self, total: float, length: int) -> float:
-        """`total / length^lp`."""
+    def _power(self, total: Any, length: int) -> Any:
+        """`total / length^lp`, of a number or an array."""
         return total * math.exp(-self.beam.length_penalty * math.log(length))
 
-    def _count(self, further: _Ranked, last: _Ranked) -> None:
+    def _count(self, further: np.ndarray, last: np.ndarray) -> None:
         """Count the ends among the best candidates of a step."""
-        if last:
-            most = heapq.nsmallest(self.beam.width, [*further, *last])[-1][0]
-            self.ended += sum(cost <= most for cost, _, _ in last)
+        both = np.sort(np.concatenate([further, last.ravel()]))
+        if both.size:
+            most = both[min(self.beam.width, both.size) - 1]
+            self.ended += int(((last <= most) & (last < math.inf)).sum())

@@ -5,8 +5,8 @@ top-p keeps it. If not, the next attempt draws from what is in front of it. A dr
 of what top-p keeps exactly: given that an attempt lands in a set, it has the distribution of that set. At least the
 mass p is kept, so that a first attempt fails with probability `1 - p` at most.
 
-Marks are floats: on a CPU, booleans and `torch.where` take four to ten times as long. Equal float32 probabilities go by
-the lowest index. Shapes: n rows, V vocabulary, G blocks.
+Marks are floats: on a CPU, booleans and `torch.where` take four to ten times as long. Equal scores go by the lowest
+index. Shapes: n rows, V vocabulary, G blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _chunk(rows: Float[Tensor, "n V"], settings: Settings, which: Int[Tensor, " 
     goal = sums = None
     if settings.top_p is not None:
         sums = block_sums(weights)
-        goal = part(settings.top_p, rows) * sums.sum(-1, keepdim=True)
+        goal = part(settings.top_p, rows.dtype) * sums.sum(-1, keepdim=True)
     if settings.min_p is not None:
         if isinstance(settings.min_p, Tensor):
             weights.mul_(_marks(torch.ge, weights, settings.min_p))
@@ -65,44 +65,48 @@ def _chunk(rows: Float[Tensor, "n V"], settings: Settings, which: Int[Tensor, " 
         sums = block_sums(weights)
     found = picked(weights, sums, noise.at(which)())
     if goal is not None:
-        _draw_again(weights, goal.squeeze(-1), found, which, noise)
+        _draw_again(rows, weights, goal.squeeze(-1), found, which=which, noise=noise)
     if frozen is not None and bool(frozen.any()):
         found = torch.where(frozen.squeeze(-1), largest(rows, 1).indices.squeeze(-1), found)
     return found
 
 
 def _draw_again(
-    weights: Float[Tensor, "n V"], goal: Float[Tensor, " n"], found: Int[Tensor, " n"], which: Tensor, noise: Noise
+    rows: Float[Tensor, "n V"],
+    weights: Float[Tensor, "n V"],
+    goal: Float[Tensor, " n"],
+    found: Int[Tensor, " n"],
+    *,
+    which: Tensor,
+    noise: Noise,
 ) -> None:
     """Replace, in place, draws that have at least the mass `goal` in front of them."""
     left, attempt = torch.arange(len(weights), device=weights.device), 0
     while len(left):
         drawn = found[left][:, None]
-        own = weights.gather(-1, drawn)
+        own = rows.gather(-1, drawn)
         # A bound in one pass: all that is not smaller is in front at most, but for the class itself.
-        most = block_sums(_marks(torch.ge, weights, own).mul_(weights)).sum(-1) - own.squeeze(-1)
+        most = block_sums(_marks(torch.ge, rows, own).mul_(weights)).sum(-1) - weights.gather(-1, drawn).squeeze(-1)
         unsure = (most >= goal).nonzero().squeeze(1)
         if not len(unsure):
             return
-        front = _in_front(weights[unsure], own[unsure], drawn[unsure])
+        front = _in_front(rows[unsure], own[unsure], drawn[unsure]).mul_(weights[unsure])
         sums = block_sums(front)
         mass = sums.sum(-1)
         again = ((mass >= goal[unsure]) & (mass > 0)).nonzero().squeeze(1)
-        weights, goal, left = front[again], goal[unsure[again]], left[unsure[again]]
+        rows, weights, goal, left = rows[unsure[again]], front[again], goal[unsure[again]], left[unsure[again]]
         attempt += 1
         if len(left):
             found[left] = picked(weights, sums[again], noise.at(which[left])(attempt))
 
 
-def _in_front(weights: Float[Tensor, "n V"], own: Tensor, drawn: Tensor) -> Float[Tensor, "n V"]:
-    """Weights of the classes that come before one: more probable, or equal and of a lower index."""
-    index = torch.arange(weights.shape[-1], device=weights.device, dtype=torch.int32)
-    before = (index < drawn).to(weights.dtype)
-    equal = _marks(torch.eq, weights, own).mul_(before)
-    return _marks(torch.gt, weights, own).add_(equal).mul_(weights)
+def _in_front(rows: Float[Tensor, "n V"], own: Tensor, drawn: Tensor) -> Float[Tensor, "n V"]:
+    """1 for classes that come before one, of a larger score, or an equal one and a lower index; 0 else."""
+    index = torch.arange(rows.shape[-1], device=rows.device, dtype=torch.int32)
+    equal = _marks(torch.eq, rows, own).mul_((index < drawn).to(rows.dtype))
+    return _marks(torch.gt, rows, own).add_(equal)
 
 
-def _marks(compare: Callable[..., Tensor], weights: Tensor, other: Tensor | float) -> Tensor:
+def _marks(compare: Callable[..., Tensor], values: Tensor, other: Tensor) -> Tensor:
     """1 where a comparison holds, 0 elsewhere."""
-    other = other if isinstance(other, Tensor) else torch.tensor(other, device=weights.device)
-    return compare(weights, other.to(weights.dtype), out=torch.empty_like(weights))
+    return compare(values, other.to(values.dtype), out=torch.empty_like(values))

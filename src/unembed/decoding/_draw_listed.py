@@ -47,7 +47,7 @@ def draw_listed(
             heavy = _host(block_sums((rows - peak).div_(t).exp_()).sum(-1, keepdim=True))
         else:
             heavy = total[np.arange(len(total))[:, None], last]
-        reached = total - weights < _host(part(settings.top_p, rows)) * heavy  # what is in front has not
+        reached = total - weights < _host(part(settings.top_p, rows.dtype)) * heavy  # what is in front has not
         last = np.minimum(last, np.maximum(reached.sum(1, keepdims=True) - 1, 0))
     if settings.min_p is not None:
         last = np.minimum(last, (weights >= _host(settings.min_p)).sum(1, keepdims=True) - 1)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unembed.decoding import _compiled
 from unembed.decoding._generation import Finish
 from unembed.decoding._largest import largest
 from unembed.decoding._plan import Plan
@@ -27,7 +28,7 @@ Alternatives = tuple[Tensor, Tensor]
 _PIECE = 1 << 18  # scores whose exponentials are summed at once
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen, it would take three times as long to make
 class Node:
     """A token in the tree of hypotheses; without a parent, the end of a prompt.
 
@@ -113,13 +114,22 @@ class Normalised(NamedTuple):
     log_sum: Float[Tensor, "n 1"]
 
     @classmethod
-    def of(cls, scores: Float[Tensor, "n V"], peak: Float[Tensor, "n 1"] | None = None) -> Normalised:
-        """Look for the sums, and for the largest ones where they are not known.
+    def of(cls, scores: Float[Tensor, "n V"], k: int = 1) -> tuple[Normalised, Int[Tensor, "n k"]]:
+        """With the k largest of each row, in order.
 
         Raises:
             ValueError: If scores are NaN or +inf.
         """
-        peak = scores.amax(-1, keepdim=True) if peak is None else peak
+        if _compiled.lists(scores, k) and (found := _compiled.best(scores, k, sums=True)) is not None:
+            peak = found.values[:, :1]
+            if math.isfinite(float(peak.sum())):
+                return cls(scores, peak, found.log_sums[:, None]), found.ids
+        best = largest(scores, k)
+        return cls._summed(scores, best.values[:, :1]), best.indices
+
+    @classmethod
+    def _summed(cls, scores: Float[Tensor, "n V"], peak: Float[Tensor, "n 1"]) -> Normalised:
+        """By PyTorch."""
         known = peak.flatten().tolist()
         if not all(one < math.inf for one in known):  # NaN is not smaller either
             check_finite(peak)
@@ -134,8 +144,9 @@ class Normalised(NamedTuple):
 
     def log_probs(self, ids: Int[Tensor, "n k"]) -> list[list[float]]:
         """Of some tokens; `-inf` where nothing is allowed, and never above 0 by rounding."""
-        own, sums = (self.scores.gather(1, ids) - self.peak).tolist(), self.log_sum.flatten().tolist()
-        return [[min(one - log_sum, 0.0) for one in row] for row, log_sum in zip(own, sums, strict=True)]
+        own = self.scores.gather(1, ids).sub_(self.peak)
+        wide = own if own.device.type == "mps" else own.double()
+        return wide.sub_(self.log_sum).clamp_(max=0.0).tolist()
 
 
 @dataclass(frozen=True)
@@ -193,10 +204,9 @@ class Frontier:
         scores = allowed = self._scores.to(widened(self._scores.dtype))
         if self._plan.ruled:
             allowed = self._plan.allowed(scores, self._plan.history(self._rows, self._written))
-        best = largest(allowed, min(k, allowed.shape[-1]))
-        own = Normalised.of(allowed, best.values[:, :1])
-        plain = Normalised.of(scores) if self._plan.ruled else own
-        return Offers(plain, own, best.indices, self._plan.others(scores))
+        own, ids = Normalised.of(allowed, min(k, allowed.shape[-1]))
+        plain = Normalised.of(scores)[0] if self._plan.ruled else own
+        return Offers(plain, own, ids, self._plan.others(scores))
 
     def advance(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Go on with some of them, named by their place, each by a token; one may go on in several ways."""

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unembed.decoding import _compiled
+
 
 class Largest(NamedTuple):
     """Values, the largest first, and where they are."""
@@ -31,6 +33,8 @@ def largest(x: Float[Tensor, "B V"], k: int) -> Largest:
 
     A value of the k largest lies in one of the k parts of the row whose maxima are the largest, if these differ.
     """
+    if _compiled.lists(x, k) and (found := _compiled.best(x, k)) is not None:
+        return Largest(found.values, found.ids)
     width = x.shape[-1]
     size = _size(width, k)
     if size == 1 or not len(x):

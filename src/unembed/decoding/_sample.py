@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unembed.decoding import _compiled
 from unembed.decoding._draw_all import draw_all
 from unembed.decoding._draw_listed import draw_listed
 from unembed.decoding._largest import largest
@@ -57,21 +58,30 @@ def sample(
         raise ValueError(
             f"`scores` must be floating point [*, V] with V >= 1, got {scores.dtype} {tuple(scores.shape)}."
         )
-    rows = scores.detach().reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
-    settings = Settings.of(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
-    noise = Noise.of(len(rows), rows.device, seeds=seeds, positions=positions, generator=generator)
-    return _drawn(rows.to(widened(rows.dtype)), settings, noise).reshape(scores.shape[:-1])
+    settings = Settings.of(scores, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
+    noise = Noise.of(math.prod(scores.shape[:-1]), scores.device, seeds=seeds, positions=positions, generator=generator)
+    wide = widened(scores.dtype)
+    warm = _warm(scores if scores.dtype == wide else scores.to(wide), settings)
+    if _compiled.fits(warm) and (found := _compiled.draw(warm, settings, noise)) is not None:
+        return found
+    rows = warm.detach().reshape(noise.rows, scores.shape[-1])
+    return _drawn(rows, settings, noise).reshape(scores.shape[:-1])
+
+
+def _warm(scores: Float[Tensor, "*b V"], settings: Settings) -> Float[Tensor, "*b V"]:
+    """Scores that are equal where the temperature is infinite."""
+    heat = settings.temperature
+    if not isinstance(heat, Tensor):
+        return scores if heat < math.inf else torch.where(scores.isfinite(), 0.0, scores)
+    hot = (heat == math.inf).reshape(*scores.shape[:-1], 1)
+    return torch.where(hot & scores.isfinite(), 0.0, scores) if bool(hot.any()) else scores
 
 
 def _drawn(rows: Float[Tensor, "B V"], settings: Settings, noise: Noise) -> Int[Tensor, " B"]:
-    """A class a row."""
-    everything = torch.arange(len(rows), device=rows.device)
+    """A class a row, without what is compiled."""
+    everything, heat = torch.arange(len(rows), device=rows.device), settings.temperature
     if not len(rows):
         return everything
-    heat = settings.temperature
-    if bool((heat == math.inf).any()) if isinstance(heat, Tensor) else heat == math.inf:
-        hot = torch.as_tensor(heat == math.inf, device=rows.device)
-        rows = torch.where(hot & rows.isfinite(), 0.0, rows)
     if not isinstance(heat, Tensor) and heat == 0:
         found = largest(rows, 1)
         require_finite(found.values, everything)

@@ -164,7 +164,7 @@ class CachedScorer:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the cache."""
-        if len(rows) == len(self._mask) and bool((rows.cpu() == torch.arange(len(rows))).all()):
+        if rows.tolist() == list(range(self._mask.shape[0])):
             return
         # Layers can be reordered; a cache that keeps states beside its layers (MiniMax) has a method of its own.
         own = "batch_select_indices" in vars(type(self._cache))

@@ -5,16 +5,20 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unembed.decoding.filters._parameters import Number, whole, within
 from unembed.decoding.filters._top_p import SLACK
+
+_PLAIN = {int, float, bool, type(None)}
 
 
 @dataclass(frozen=True)
@@ -28,38 +32,11 @@ class Settings:
     joint: bool
 
     @classmethod
-    def of(
-        cls,
-        rows: Tensor,
-        *,
-        temperature: Number,
-        top_k: int | Tensor | None,
-        top_p: Number | None,
-        min_p: Number | None,
-        joint: bool,
-    ) -> Settings:
-        """Checked, with what keeps everything left out."""
-        within("temperature", temperature, 0)
-        if top_k is not None:
-            whole("top_k", top_k, 1)
-            top_k = top_k if isinstance(top_k, Tensor) else index(top_k)
-        if top_p is not None:
-            within("top_p", top_p)
-        if min_p is not None:
-            within("min_p", min_p, 0, 1)
-        if not isinstance(top_k, Tensor) and top_k is not None and top_k >= rows.shape[-1]:
-            top_k = None
-        if not isinstance(top_p, Tensor) and top_p is not None and top_p >= 1:
-            top_p = None
-        if not isinstance(min_p, Tensor) and min_p == 0:
-            min_p = None
-        return cls(
-            temperature=_column("temperature", temperature, rows),
-            top_k=None if top_k is None else _column("top_k", top_k, rows),
-            top_p=None if top_p is None else _column("top_p", top_p, rows),
-            min_p=None if min_p is None else _column("min_p", min_p, rows),
-            joint=joint,
-        )
+    def of(cls, scores: Tensor, **options: Any) -> Settings:
+        """Of the options of `sample`, checked, with what keeps everything left out; for scores [*, V]."""
+        if all(type(one) in _PLAIN for one in options.values()):
+            return _of_numbers(scores.shape[-1], **options)
+        return _checked(scores.shape[-1], math.prod(scores.shape[:-1]), scores.device, **options)
 
     def at(self, rows: Tensor) -> Settings:
         """Those of some rows."""
@@ -69,15 +46,65 @@ class Settings:
             **{name: one[rows] if isinstance(one, Tensor) else one for name, one in parts.items()}, joint=self.joint
         )
 
+    @functools.cached_property
+    def asked(self) -> np.ndarray:
+        """For float32: temperature, k, part of the mass to reach, least probability; one line, or one a row."""
+        columns = (
+            self.temperature,
+            math.inf if self.top_k is None else self.top_k,
+            math.inf if self.top_p is None else part(self.top_p, torch.float32),
+            0.0 if self.min_p is None else self.min_p,
+        )
+        rows = max(len(one) if isinstance(one, Tensor) else 1 for one in columns)
+        asked = np.empty((rows, len(columns)))
+        for place, one in enumerate(columns):
+            asked[:, place] = one.squeeze(-1).cpu().numpy() if isinstance(one, Tensor) else one
+        return asked
 
-def _column(name: str, value: Any, rows: Tensor) -> Any:
+
+def _checked(
+    classes: int,
+    rows: int,
+    device: torch.device | None,
+    *,
+    temperature: Number,
+    top_k: int | Tensor | None,
+    top_p: Number | None,
+    min_p: Number | None,
+    joint: bool,
+) -> Settings:
+    within("temperature", temperature, 0)
+    if top_k is not None:
+        whole("top_k", top_k, 1)
+        top_k = top_k if isinstance(top_k, Tensor) else index(top_k)
+    if top_p is not None:
+        within("top_p", top_p)
+    if min_p is not None:
+        within("min_p", min_p, 0, 1)
+    if not isinstance(top_k, Tensor) and top_k is not None and top_k >= classes:
+        top_k = None
+    if not isinstance(top_p, Tensor) and top_p is not None and top_p >= 1:
+        top_p = None
+    if not isinstance(min_p, Tensor) and min_p == 0:
+        min_p = None
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return Settings(**{name: _column(name, one, rows, device) for name, one in given.items()}, joint=joint)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _of_numbers(classes: int, **options: Any) -> Settings:
+    """Numbers for all rows: what is asked once is asked again for every token."""
+    return _checked(classes, 0, None, **options)
+
+
+def _column(name: str, value: Any, rows: int, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0:
-        value = value.expand(len(rows))
-    if tuple(value.shape) != (len(rows),):
-        raise ValueError(f"`{name}` must be a number or have shape [{len(rows)}], got {tuple(value.shape)}.")
-    return value.to(rows.device)[:, None]
+        value = value.expand(rows)
+    if tuple(value.shape) != (rows,):
+        raise ValueError(f"`{name}` must be a number or have shape [{rows}], got {tuple(value.shape)}.")
+    return value.to(device)[:, None]
 
 
 def cooled(temperature: float | Tensor, rows: Tensor) -> tuple[float | Tensor, Tensor | None]:
@@ -90,12 +117,12 @@ def cooled(temperature: float | Tensor, rows: Tensor) -> tuple[float | Tensor, T
     return torch.where(plain, 1.0, temperature.to(rows.dtype)).clamp(min=tiny), frozen
 
 
-def part(top_p: float | Tensor, rows: Tensor) -> float | Tensor:
-    """The part of the mass that has to be reached; infinite where all is kept."""
-    slack = SLACK * torch.finfo(rows.dtype).eps
+def part(top_p: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """The part of the mass that has to be reached, of scores of a dtype; infinite where all is kept."""
+    slack = SLACK * torch.finfo(dtype).eps
     if not isinstance(top_p, Tensor):
         return top_p - slack if top_p < 1 else math.inf
-    return torch.where(top_p >= 1, torch.inf, top_p.to(torch.promote_types(top_p.dtype, rows.dtype)) - slack)
+    return torch.where(top_p >= 1, torch.inf, top_p.to(torch.promote_types(top_p.dtype, dtype)) - slack)
 
 
 def require_finite(peaks: Tensor, which: Tensor) -> None:

@@ -83,9 +83,19 @@ def generated(rows: int, device: torch.device, generator: torch.Generator | None
     return drawn.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
 
+def _random_words(rows: int, generator: torch.Generator | None) -> np.ndarray:
+    """Seeds from a generator."""
+    origin = None if generator is None else generator.device
+    drawn = torch.empty(rows, dtype=torch.int64, device=origin).random_(generator=generator)
+    return drawn.numpy(force=True).view(np.uint64)
+
+
 @dataclass(frozen=True)
 class Noise:
     """Uniform draws of the rows of a batch, one a row and step: from their own seeds, or from a generator.
+
+    On a CPU a generator gives the seeds, one a row; elsewhere the draws themselves, so that no number has to come back
+    to the host.
 
     Args:
         rows: B.
@@ -119,7 +129,9 @@ class Noise:
         if seeds is None:
             if positions is not None:
                 raise ValueError("`positions` count the draws of `seeds`: give both.")
-            return cls(rows, device, generator=generator)
+            if device.type != "cpu":
+                return cls(rows, device, generator=generator)
+            return cls(rows, device, _random_words(rows, generator))
         if generator is not None:
             raise ValueError("Give `seeds` or `generator`, not both.")
         seed = words("seeds", seeds)

@@ -1,0 +1,119 @@
+"""The compiled ways of `_kernels`, where numba is installed (the extra `fast`) and the scores are float32 on a CPU.
+
+They find what the ways of PyTorch and NumPy find, with the same noise, and differ where rounding decides.
+`UNEMBED_FAST=0` in the environment leaves them alone. Many scores go to threads in parts of rows, as many as PyTorch
+may use; the threads end with the call, so that a process can be forked at any time.
+
+Shapes: n rows, V vocabulary, k largest.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unembed.ops import Noise
+
+if TYPE_CHECKING:
+    from unembed.decoding._settings import Settings
+
+_SPLIT = 1 << 22  # scores of a thread; threads of PyTorch that still wait for work make fewer take longer
+
+
+_FIRST = np.zeros(1, np.uint64)  # the position where none is given
+
+
+@functools.cache
+def kernels() -> Any:
+    """The module of compiled functions; None where there is no numba, or none is wanted."""
+    if os.environ.get("UNEMBED_FAST") == "0" or importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        from unembed.decoding import _kernels
+    except ImportError as error:  # of another NumPy than it knows
+        warnings.warn(f"numba is installed but cannot be loaded, so decoding goes on without it: {error}", stacklevel=2)
+        return None
+    return _kernels
+
+
+def fits(scores: Float[Tensor, "*b V"]) -> bool:
+    """Whether there is a compiled way for these scores."""
+    return scores.dtype == torch.float32 and scores.is_cpu and scores.numel() > 0 and kernels() is not None
+
+
+def draw(scores: Float[Tensor, "*b V"], settings: Settings, noise: Noise) -> Int[Tensor, "*b"] | None:
+    """A class a row; None where there is one that cannot be drawn from.
+
+    Args:
+        scores: Such as `fits`; equal ones where the temperature is infinite.
+        settings: What is asked.
+        noise: With seeds.
+    """
+    rows, asked, seeds = _rows(scores), settings.asked, noise.seeds
+    assert seeds is not None
+    places, found = _FIRST if noise.positions is None else noise.positions, np.empty(len(rows), np.int64)
+    if rows.size < 2 * _SPLIT:
+        failed = kernels().draw(rows, asked, settings.joint, seeds, places, found)
+    else:
+        failed = 0
+
+        def some(at: slice) -> int:
+            lines, counts = (one[at] if len(one) > 1 else one for one in (asked, places))
+            return kernels().draw(rows[at], lines, settings.joint, seeds[at], counts, found[at])
+
+        failed = sum(_split(some, rows))
+    return None if failed else torch.from_numpy(found.reshape(scores.shape[:-1]))
+
+
+def lists(rows: Float[Tensor, "n V"], k: int) -> bool:
+    """Whether there is a compiled way for their k largest, and no faster one."""
+    return fits(rows) and (k == 1 or 4 * k <= rows.shape[-1])
+
+
+class Best(NamedTuple):
+    """The k largest of each row in order, and the logarithm of the sum of exponentials, relative to the largest one."""
+
+    values: Float[Tensor, "n k"]
+    ids: Int[Tensor, "n k"]
+    log_sums: Float[Tensor, " n"]
+
+
+def best(rows: Float[Tensor, "n V"], k: int, *, sums: bool = False) -> Best | None:
+    """The k largest, and the sums where they are asked for; None where there is NaN."""
+    scores = _rows(rows)
+    values, ids = np.empty((len(scores), k), np.float32), np.empty((len(scores), k), np.int64)
+    log_sums = np.empty(len(scores) if sums else 0)
+
+    def some(at: slice) -> bool:
+        return kernels().best(scores[at], ids[at], values[at], log_sums[at])
+
+    if not all(_split(some, scores)):
+        return None
+    return Best(torch.from_numpy(values), torch.from_numpy(ids), torch.from_numpy(log_sums))
+
+
+def _rows(scores: Float[Tensor, "*b V"]) -> np.ndarray:
+    """Scores with the classes side by side."""
+    found = scores.detach().numpy()
+    return np.ascontiguousarray(found if found.ndim == 2 else found.reshape(-1, found.shape[-1]))
+
+
+def _split(work: Callable[[slice], Any], rows: np.ndarray) -> list[Any]:
+    """What the work on parts of the rows gives, in threads where that pays."""
+    threads = min(torch.get_num_threads(), len(rows), rows.size // _SPLIT)
+    if threads <= 1:
+        return [work(slice(0, len(rows)))]
+    edges = [len(rows) * place // threads for place in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, itertools.starmap(slice, itertools.pairwise(edges))))

@@ -1,0 +1,380 @@
+"""Compiled ways, one pass over a row after another: the k largest, the sum of exponentials, and a draw.
+
+Only what does not repeat inside a row is written down: the largest value and the sum of each block of 128. Weights
+are made again where they are needed, which costs less than to store and read them. All is in one file, since numba
+keeps what it compiled for as long as the file of the called function is the same, and looks at no other.
+
+Values are float32. Their order is that of a whole number, `key`, which no NaN can break: above +inf there are NaNs with
+sign 0, and `most_bits` finds those with sign 1. Shapes: n rows, V classes, G blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from unembed.decoding._compiler import bits_of, compiled, float_of, prefetch, strict, widest
+
+_WIDTH, _PIECE = 128, 1024  # values of a block, and of what is summed at once
+_AHEAD = 1024  # how far ahead of the first pass memory is asked for, as it takes twice as long else
+_HASH = tuple(np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_F, _I, _U = np.float32, np.int32, np.uint64
+_LEAST, _LOW = _I(-(2**31)), 0xFFFFFFFF
+_TINY = float(np.finfo(np.float32).tiny)
+_SMALL = _F(4e-38)  # weights below count as 0
+_NO_NUMBER = _I(0x7F800001)  # bits of magnitudes from here on are those of NaN
+
+
+@compiled
+def _key(x):
+    """A whole number in the order of float32; its own inverse on bits. -0 becomes 0, as they are equal."""
+    bits = bits_of(x + _F(0.0))
+    return _I(bits ^ _I(_I(bits >> _I(31)) & _I(0x7FFFFFFF)))
+
+
+@compiled
+def _value(key):
+    """The float32 of a key."""
+    return float_of(_I(key ^ _I(_I(key >> _I(31)) & _I(0x7FFFFFFF))))
+
+
+@strict
+def _exp(x):
+    """e^x for x from -87 to 0, within 2 roundings; 1.6e-38 below.
+
+    A float near 1.5 2^23 has a whole number in its last bits, from where it goes to the exponent of the result. The
+    polynomial is the best of its degree for the relative error on half of log 2 on either side of 0.
+    """
+    y = max(x, _F(-87.0))
+    shifted = y * _F(1.4426950408889634) + _F(12582912.0)
+    n = shifted - _F(12582912.0)
+    r = (y - n * _F(0.693359375)) - n * _F(-2.12194440e-4)  # log 2 in two parts, the first of few digits
+    p = _F(0.001381408073939383)
+    p = p * r + _F(0.0083687799051404)
+    p = p * r + _F(0.04166841134428978)
+    p = p * r + _F(0.1666651964187622)
+    p = p * r + _F(0.4999999403953552)
+    p = (p * r + _F(1.0)) * r + _F(1.0)
+    return float_of(_I(bits_of(p) + _I(bits_of(shifted) << _I(23))))
+
+
+@compiled
+def _scan(row, maxima):
+    """Keys of the largest value of each block, the largest of them, and the largest bits without sign."""
+    most, magnitude, full = _LEAST, _I(0), len(row) // _WIDTH
+    for g in range(full):
+        for line in range(0, _WIDTH, 16):
+            prefetch(row, g * _WIDTH + line + _AHEAD)
+        best = _LEAST
+        for j in range(_WIDTH):
+            bits = bits_of(row[g * _WIDTH + j] + _F(0.0))
+            best = max(best, _I(bits ^ _I(_I(bits >> _I(31)) & _I(0x7FFFFFFF))))
+            magnitude = max(magnitude, _I(bits & _I(0x7FFFFFFF)))
+        maxima[g] = best
+        most = max(most, best)
+    if full < len(maxima):
+        best = _LEAST
+        for j in range(full * _WIDTH, len(row)):
+            best = max(best, _key(row[j]))
+            magnitude = max(magnitude, _I(bits_of(row[j]) & _I(0x7FFFFFFF)))
+        maxima[full] = best
+        most = max(most, best)
+    return most, magnitude
+
+
+@compiled
+def _weight(x, peak, rate, low):
+    """`exp((x - peak) rate)` where that is at least `low`, which is above all that `_exp` does not make; 0 else."""
+    weight = _exp((x - peak) * rate)
+    return weight if weight >= low else _F(0.0)
+
+
+@compiled
+def _sum(row, start, count, peak, rate, low):
+    """Of weights, in float32: for a block of them."""
+    widest()
+    total, block = _F(0.0), row[start : start + count]  # an index that could be negative would not be vectorised
+    for j in range(count):
+        total += _weight(block[j], peak, rate, low)
+    return total
+
+
+@compiled
+def _sum_above(row, start, count, peak, rate, low, edge):
+    """The same of values above an edge."""
+    widest()
+    total, block = _F(0.0), row[start : start + count]
+    for j in range(count):
+        weight = _weight(block[j], peak, rate, low)
+        total += weight if block[j] > edge else _F(0.0)
+    return total
+
+
+@compiled
+def _exponentials(row, start, count, peak):
+    """The sum of `exp(x - peak)` of a piece, in float32."""
+    widest()
+    total, piece = _F(0.0), row[start : start + count]
+    for j in range(count):
+        total += _exp(piece[j] - peak)
+    return total
+
+
+@compiled
+def _log_sum(row, peak):
+    """The logarithm of the sum of `exp(x - peak)`; what weighs less than 1.6e-38 counts as that, and is lost in 1."""
+    total, full = 0.0, len(row) // _PIECE
+    for piece in range(full):
+        total += _exponentials(row, piece * _PIECE, _PIECE, peak)
+    total += _exponentials(row, full * _PIECE, len(row) - full * _PIECE, peak)
+    return math.log(max(total, 1.0))
+
+
+@compiled
+def _least(peak, rate, low):
+    """The key of a value that surely weighs less than `low`."""
+    return _key(_F(np.float64(peak) + (math.log(low) - 0.01) / np.float64(rate)))
+
+
+@compiled
+def _sums(row, maxima, sums, peak, rate, low):
+    """Sums of blocks, and of all."""
+    total, least, full = 0.0, _least(peak, rate, low), len(row) // _WIDTH
+    for g in range(full):
+        sums[g] = _sum(row, g * _WIDTH, _WIDTH, peak, rate, low) if maxima[g] >= least else 0.0
+        total += sums[g]
+    if full < len(sums):
+        sums[full] = _sum(row, full * _WIDTH, len(row) - full * _WIDTH, peak, rate, low)
+        total += sums[full]
+    return total
+
+
+@compiled
+def _sums_in_front(row, maxima, sums, peak, rate, low, own, bound):
+    """The same of what is in front of a class: larger values, and equal ones of a lower index."""
+    total, below = 0.0, np.nextafter(own, _F(-np.inf))
+    least = max(_least(peak, rate, low), _key(own))
+    for g in range(len(sums)):
+        start = g * _WIDTH
+        before, count = bound - start, len(row) - start
+        if maxima[g] < least:
+            sums[g] = 0.0
+        elif count >= _WIDTH and (before <= 0 or before >= _WIDTH):
+            sums[g] = _sum_above(row, start, _WIDTH, peak, rate, low, own if before <= 0 else below)
+        else:
+            count = min(count, _WIDTH)
+            before = min(max(before, 0), count)
+            first = _sum_above(row, start, before, peak, rate, low, below)
+            sums[g] = first + _sum_above(row, start + before, count - before, peak, rate, low, own)
+        total += sums[g]
+    return total
+
+
+@compiled
+def _inside(uniform, total):
+    """A part of a total that is less than all of it."""
+    return min(uniform * total, np.nextafter(total, 0.0))
+
+
+@compiled
+def _place(row, sums, total, uniform, peak, rate, low, own, bound):
+    """The class at which the running sum passes a part of the whole: first its block, then itself."""
+    goal, running, block = _inside(uniform, total), 0.0, 0
+    for g in range(len(sums)):
+        running += sums[g]
+        if running > goal:
+            block = g
+            break
+    start = block * _WIDTH
+    stop = min(start + _WIDTH, len(row))
+    weights, whole = np.empty(_WIDTH), 0.0
+    for j in range(start, stop):
+        kept = row[j] > own or (row[j] == own and j < bound)
+        weights[j - start] = _weight(row[j], peak, rate, low) if kept else 0.0
+        whole += weights[j - start]
+    goal = _inside(max((goal - (running - sums[block])) / sums[block], 0.0), whole)
+    running = 0.0
+    for j in range(stop - start):
+        running += weights[j]
+        if running > goal:
+            return start + j
+    return -1  # not reached: the goal is less than the whole
+
+
+@compiled
+def _mixed(state):
+    """The finaliser of SplitMix64."""
+    state = (state ^ (state >> _U(30))) * _HASH[1]
+    state = (state ^ (state >> _U(27))) * _HASH[2]
+    return state ^ (state >> _U(31))
+
+
+@compiled
+def _uniform(seed, place, attempt):
+    """`unembed.ops.uniforms` of one row, for tokens."""
+    state = _mixed(seed + _HASH[0])
+    state = _mixed(state ^ _mixed(place + _HASH[0] + _HASH[0]))
+    state = _mixed(state ^ _U(attempt))
+    return (state >> _U(11)) * 2.0**-53
+
+
+@compiled
+def _sink(heap, place, size, packed):
+    """Put a number into a heap, whose least is in front, from a free place on downwards."""
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= packed:
+            break
+        heap[place] = heap[child]
+        place = child
+    heap[place] = packed
+
+
+@compiled
+def _packed(key, index):
+    """One number in the order of values, and of equal ones with the lower index in front."""
+    return (np.int64(key) << 32) | (_LOW - index)
+
+
+@compiled
+def _largest(row, maxima, k):
+    """The k largest as packed numbers, the largest first.
+
+    They are at least as large as the k-th largest maximum of a block, so other blocks are not looked at.
+    """
+    heap, least = np.full(k, np.int64(-(2**63))), _LEAST
+    if k < len(maxima):
+        for g in range(len(maxima)):
+            if maxima[g] > least:
+                _sink(heap, 0, k, _packed(maxima[g], 0))
+                least = _I(heap[0] >> 32)
+        heap[:] = np.int64(-(2**63))
+    for g in range(len(maxima)):
+        if maxima[g] < least:
+            continue
+        block = row[g * _WIDTH : (g + 1) * _WIDTH]
+        for j in range(len(block)):
+            key = _key(block[j])
+            if key >= least:
+                packed = _packed(key, g * _WIDTH + j)
+                if packed > heap[0]:
+                    _sink(heap, 0, k, packed)
+    for size in range(k - 1, 0, -1):
+        packed = heap[size]
+        heap[size] = heap[0]
+        _sink(heap, 0, size, packed)
+    return heap
+
+
+@compiled
+def _divisor(temperature):
+    """A temperature that float32 can be divided by; 1 for infinity, at which scores are equal already."""
+    return 1.0 if temperature == np.inf else max(temperature, _TINY)
+
+
+@compiled
+def _listed(row, maxima, sums, peak, asked, joint, uniform):
+    """A draw from the k largest: in their order, what top-k, top-p and min-p keep is a prefix, and so is the sum."""
+    t, k, top_p, min_p = _divisor(asked[0]), int(asked[1]), asked[2], asked[3]
+    found = _largest(row, maxima, k)
+    weights, total, last = np.empty(k), 0.0, -1
+    for i in range(k):
+        weights[i] = math.exp(np.float64(_value(_I(found[i] >> 32)) - peak) / t)
+        if weights[i] > 0:
+            total, last = total + weights[i], i
+    if top_p < np.inf:
+        heavy = _sums(row, maxima, sums, peak, _F(1.0 / t), _SMALL) if joint else total
+        running, reached = 0.0, 0
+        for i in range(last + 1):
+            if running < top_p * heavy:  # what is in front has not the mass
+                reached = i
+            running += weights[i]
+        last = reached
+    while last > 0 and weights[last] < min_p:
+        last -= 1
+    whole = 0.0
+    for i in range(last + 1):
+        whole += weights[i]
+    goal, running, place = _inside(uniform, whole), 0.0, 0
+    for i in range(last + 1):
+        running += weights[i]
+        place = i
+        if running > goal:
+            break
+    return _LOW - (found[place] & _LOW)
+
+
+@compiled
+def _from_all(row, maxima, sums, peak, asked, seed, place):
+    """A draw from all, by rejection where top-p is asked (`unembed.decoding._draw_all`)."""
+    rate, low, limited = _F(1.0 / _divisor(asked[0])), max(_F(asked[3]), _SMALL), asked[2] < np.inf
+    own, bound, attempt = _F(-np.inf), 0, 0
+    total = _sums(row, maxima, sums, peak, rate, _SMALL if limited else low)
+    goal = asked[2] * total
+    if limited and low > _SMALL:
+        total = _sums(row, maxima, sums, peak, rate, low)
+    while True:
+        drawn = _place(row, sums, total, _uniform(seed, place, attempt), peak, rate, low, own, bound)
+        if not limited:
+            return drawn
+        own, bound, attempt = row[drawn], drawn, attempt + 1
+        total = _sums_in_front(row, maxima, sums, peak, rate, low, own, bound)
+        if total < goal or total <= 0:
+            return drawn
+
+
+@compiled
+def draw(rows, asked, joint, seeds, places, found):
+    """A class a row into `found`; how many rows there are none for, as no score is finite, or one is NaN or +inf.
+
+    Args:
+        rows: Scores.
+        asked: Temperature (0 for the first of the largest), k, the part of the mass to reach (infinite for all) and the
+            least part of the largest probability, of all rows or of each.
+        joint: Whether that mass is that of the whole distribution.
+        seeds: One a row, unsigned.
+        places: The same: positions; of all rows or of each.
+        found: Written; -1 where there is none.
+    """
+    blocks, failed = (rows.shape[1] + _WIDTH - 1) // _WIDTH, 0
+    maxima, sums = np.empty(blocks, np.int32), np.empty(blocks)
+    for i in range(len(rows)):
+        row, own = rows[i], asked[i if len(asked) > 1 else 0]
+        most, magnitude = _scan(row, maxima)
+        peak, place = _value(most), places[i if len(places) > 1 else 0]
+        if magnitude >= _NO_NUMBER or not -np.inf < peak < np.inf:
+            found[i] = -1
+            failed += 1
+        elif own[0] == 0:
+            found[i] = _LOW - (_largest(row, maxima, 1)[0] & _LOW)
+        elif own[1] < len(row):
+            found[i] = _listed(row, maxima, sums, peak, own, joint, _uniform(seeds[i], place, 0))
+        else:
+            found[i] = _from_all(row, maxima, sums, peak, own, seeds[i], place)
+    return failed
+
+
+@compiled
+def best(rows, ids, values, log_sums):
+    """The k largest of each row in order, and `log sum exp(row - largest)` where it has a place; whether all are right.
+
+    They are not where there is NaN.
+    """
+    maxima = np.empty((rows.shape[1] + _WIDTH - 1) // _WIDTH, np.int32)
+    for i in range(len(rows)):
+        row = rows[i]
+        most, magnitude = _scan(row, maxima)
+        if magnitude >= _NO_NUMBER:
+            return False
+        found = _largest(row, maxima, ids.shape[1])
+        for j in range(len(found)):
+            ids[i, j] = _LOW - (found[j] & _LOW)
+            values[i, j] = row[ids[i, j]]
+        if len(log_sums):
+            log_sums[i] = _log_sum(row, _value(most)) if -np.inf < _value(most) < np.inf else 0.0
+    return True
