@@ -7,6 +7,7 @@ from dataclasses import replace
 from unembed.decoding._hypotheses import Node
 from unembed.decoding._plan import Plan
 from unembed.decoding._strategy import Written
+from unembed.decoding._text import TextStream
 from unembed.decoding._writer import Writer, stream_of
 
 
@@ -24,10 +25,13 @@ class Endings:
         """A hypothesis of a prompt with its text, which goes on from that of its parent."""
         if not self._plan.stop:
             return node
-        before = None if node.parent is None else node.parent.text
-        stream = stream_of(self._plan, row) if before is None else before.copy()
-        stream.push(node.token)
-        return replace(node, text=stream)
+        return replace(node, text=self.after(row, None if node.parent is None else node.parent.text, node.token))
+
+    def after(self, row: int, text: TextStream | None, token: int) -> TextStream:
+        """The text of a sequence of a prompt and one more token; None is that of the prompt."""
+        stream = stream_of(self._plan, row) if text is None else text.copy()
+        stream.push(token)
+        return stream
 
     def tell(self, found: list[list[Written]]) -> None:
         """Add the texts of all sequences, and tell the best one of each prompt: nothing was certain before."""

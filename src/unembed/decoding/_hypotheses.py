@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -81,18 +82,18 @@ class Node:
 class Candidates(NamedTuple):
     """Tokens that each hypothesis may go on with, in columns; `-inf` is excluded. Fields as those of `Node`."""
 
-    tokens: list[list[int]]
-    log_probs: list[list[float]]
-    drawn_log_probs: list[list[float]]
+    tokens: Int[np.ndarray, "n k"]
+    log_probs: Float[np.ndarray, "n k"]
+    drawn_log_probs: Float[np.ndarray, "n k"]
     alternatives: Sequence[Alternatives | None]
 
     def after(self, parent: Node, row: int, column: int) -> Node:
         """One of them in its place in the tree."""
-        drawn = self.drawn_log_probs[row][column]
+        drawn = float(self.drawn_log_probs[row, column])
         return Node(
             parent,
-            self.tokens[row][column],
-            self.log_probs[row][column],
+            int(self.tokens[row, column]),
+            float(self.log_probs[row, column]),
             drawn,
             parent.total + drawn,
             parent.length + 1,
@@ -142,11 +143,10 @@ class Normalised(NamedTuple):
         # The largest adds 1 to its sum, so the logarithm is 0 or more; where nothing is allowed it is made 0.
         return cls(scores, peak, torch.cat(sums).log_().clamp_(min=0.0))
 
-    def log_probs(self, ids: Int[Tensor, "n k"]) -> list[list[float]]:
-        """Of some tokens; `-inf` where nothing is allowed, and never above 0 by rounding."""
-        own = self.scores.gather(1, ids).sub_(self.peak)
-        wide = own if own.device.type == "mps" else own.double()
-        return wide.sub_(self.log_sum).clamp_(max=0.0).tolist()
+    def log_probs(self, ids: Int[Tensor, "n k"]) -> Float[np.ndarray, "n k"]:
+        """Of some tokens in float64; `-inf` where nothing is allowed, and never above 0 by rounding."""
+        own = self.scores.gather(1, ids).sub_(self.peak).numpy(force=True).astype(np.float64)
+        return np.minimum(own - self.log_sum.numpy(force=True), 0.0)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Offers:
         """Some tokens of each hypothesis, in their order."""
         drawn = self.allowed.log_probs(ids)
         plain = drawn if self.plain is self.allowed else self.plain.log_probs(ids)
-        return Candidates(ids.tolist(), plain, drawn, self.alternatives)
+        return Candidates(ids.numpy(force=True), plain, drawn, self.alternatives)
 
 
 class Frontier:
@@ -208,10 +208,10 @@ class Frontier:
         plain = Normalised.of(scores)[0] if self._plan.ruled else own
         return Offers(plain, own, ids, self._plan.others(scores))
 
-    def advance(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    def advance(self, parents: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> None:
         """Go on with some of them, named by their place, each by a token; one may go on in several ways."""
-        chosen = torch.tensor(parents, dtype=torch.int64, device=self._rows.device)
-        more = torch.tensor(tokens, dtype=torch.int64, device=chosen.device)[:, None]
+        chosen = torch.from_numpy(np.array(parents, dtype=np.int64)).to(self._rows.device)
+        more = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(chosen.device)[:, None]
         self._scorer.select(chosen)
         if self._plan.ruled:
             self._rows = self._rows[chosen]

@@ -1,0 +1,229 @@
+"""The state of a beam search: the running hypotheses of all prompts as arrays, a step for all of them at once.
+
+Hypotheses of one prompt lie side by side, the best first, and all have the same length. Shapes: n running hypotheses, E
+ends, K further tokens that were looked up of each, m of them that are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from unembed.decoding._endings import Endings
+from unembed.decoding._generation import Finish
+from unembed.decoding._hypotheses import Candidates
+from unembed.decoding._plan import Plan
+from unembed.decoding._strategy import Written
+from unembed.decoding._text import TextStream
+
+
+class Step(NamedTuple):
+    """What the hypotheses can go on with; nothing is decided yet.
+
+    Args:
+        found: Candidates: the ends, then the others.
+        last: Costs of ends: the sum of log-probabilities, negative; infinite is excluded.
+        further: The same of the others.
+        rows: Of each prompt the best that are no end, up to the last one that can go on: what they come after.
+        columns: Where they are among the candidates.
+        stopped: Whether they hold a stop string.
+        texts: Of each, where stop strings are looked for.
+        short: Whether better ones may not have been looked up, as stop strings took places.
+    """
+
+    found: Candidates
+    last: Float[np.ndarray, "n E"]
+    further: Float[np.ndarray, "n K"]
+    rows: Int[np.ndarray, " m"]
+    columns: Int[np.ndarray, " m"]
+    stopped: Bool[np.ndarray, " m"]
+    texts: list[TextStream | None]
+    short: bool
+
+
+class Going(NamedTuple):
+    """The hypotheses that go on: what each comes after, and its token."""
+
+    rows: Int[np.ndarray, " m"]
+    tokens: Int[np.ndarray, " m"]
+
+
+class _Level(NamedTuple):
+    """The running hypotheses of one length: which candidates of the length before they are."""
+
+    found: Candidates
+    rows: Int[np.ndarray, " n"]
+    columns: Int[np.ndarray, " n"]
+
+
+class _Kept(NamedTuple):
+    """A sequence to return: its score, why it ended, the levels before its last token, and which candidate that is."""
+
+    score: float
+    finish: Finish
+    before: int
+    found: Candidates
+    row: int
+    column: int
+
+
+@dataclass(eq=False)
+class BeamSearch:
+    """The searches of all prompts; options as those of `Beam`."""
+
+    plan: Plan
+    endings: Endings
+    width: int
+    length_penalty: float
+    early_stopping: bool
+    returns: int
+    owner: Int[np.ndarray, " n"] = field(init=False)  # the prompt of each hypothesis
+    total: Float[np.ndarray, " n"] = field(init=False)  # its sum of log-probabilities
+    levels: list[_Level] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        prompts = len(self.plan.prompts)
+        self.owner, self.total = np.arange(prompts), np.zeros(prompts)
+        self._texts: list[TextStream | None] = [None] * prompts
+        self._kept: list[list[_Kept]] = [[] for _ in range(prompts)]
+        self._dead: list[list[_Kept]] = [[] for _ in range(prompts)]
+        self._worst = np.full(prompts, -math.inf)  # score of the last one to return, where there are as many
+        self._ended = np.zeros(prompts, dtype=np.int64)  # ends that were among the best candidates of their step
+        self._limits = self.plan.max_new_tokens.numpy(force=True)
+        self._limit_factors = np.array([self._factor(limit) for limit in self._limits.tolist()])
+
+    def step(self, found: Candidates, ends: int) -> Step:
+        """What is next.
+
+        Args:
+            found: Candidates of all hypotheses.
+            ends: The first so many columns are the ends, the others the best of all.
+        """
+        cost = -(self.total[:, None] + found.drawn_log_probs)
+        last, further = cost[:, :ends], cost[:, ends:]
+        if ends:
+            further[(found.tokens[:, ends:, None] == found.tokens[:1, None, :ends]).any(-1)] = math.inf
+        flat, owners = further.ravel(), np.repeat(self.owner, further.shape[1])
+        order = np.lexsort((flat, owners))  # stable: equal ones in the order of hypotheses, then of ids
+        order = order[flat[order] < math.inf]
+        if self.plan.stop:
+            return self._read(found, last, further, order)
+        owners = owners[order]
+        chosen = order[np.arange(order.size) - owners.searchsorted(owners) < self.width]
+        rows, columns = np.divmod(chosen, further.shape[1])
+        return Step(found, last, further, rows, columns + ends, np.zeros(rows.size, dtype=bool), [], False)
+
+    def advance(self, step: Step) -> Going:
+        """Go one token on; the hypotheses that go on then."""
+        length, rows, columns = len(self.levels) + 1, step.rows, step.columns
+        self._end(step, length)
+        if self.early_stopping:
+            self._count(step)
+        owner, total = self.owner[rows], self.total[rows] + step.found.drawn_log_probs[rows, columns]
+        ended = step.stopped | (self._limits[owner] == length)
+        for i in ended.nonzero()[0].tolist():
+            place = (step.found, int(rows[i]), int(columns[i]))
+            self._keep(int(owner[i]), float(total[i]), length, "stop" if step.stopped[i] else "length", place)
+        going = (~ended).nonzero()[0]
+        going = going[self._hopeful(owner[going], total[going], length)]
+        rows, columns = rows[going], columns[going]
+        self.owner, self.total, self._texts = owner[going], total[going], [step.texts[i] for i in going if step.texts]
+        self.levels.append(_Level(step.found, rows, columns))
+        return Going(rows, step.found.tokens[rows, columns])
+
+    def found(self) -> list[list[Written]]:
+        """The sequences of each prompt to return, the best first; dead ends where there is nothing else."""
+        both = zip(self._kept, self._dead, strict=True)
+        return [[self._written(one) for one in (kept or dead[: self.returns])] for kept, dead in both]
+
+    def _read(self, found: Candidates, last: np.ndarray, further: np.ndarray, order: np.ndarray) -> Step:
+        """A step whose candidates are read one by one until `width` of them hold no stop string."""
+        chosen, texts, short, ends = [], [], False, last.shape[1]
+        for prompt in np.unique(self.owner).tolist():
+            own, going, fresh = order[self.owner[order // further.shape[1]] == prompt].tolist(), 0, len(chosen)
+            for place in own:
+                row, column = divmod(place, further.shape[1])
+                token = int(found.tokens[row, ends + column])
+                texts.append(self.endings.after(prompt, self._texts[row], token))
+                chosen.append(place)
+                going += not texts[-1].stopped
+                if going == self.width:
+                    break
+            if going < len(chosen) - fresh:
+                # Where all that was looked up came before the last one, what was not could do so too.
+                before = len(chosen) - (going == self.width)
+                left = np.isfinite(further).sum(1)
+                np.subtract.at(left, np.array(chosen[fresh:before], dtype=np.int64) // further.shape[1], 1)
+                more = found.drawn_log_probs[:, -1] > -math.inf
+                short |= bool((more & (left == 0) & (self.owner == prompt)).any())
+        rows, columns = np.divmod(np.array(chosen, dtype=np.int64), further.shape[1])
+        stopped = np.array([one.stopped for one in texts], dtype=bool)
+        return Step(found, last, further, rows, columns + ends, stopped, texts, short)
+
+    def _end(self, step: Step, length: int) -> None:
+        """Keep the ends that are among the best sequences, and what nothing is allowed after."""
+        scores = -step.last * self._factor(length)
+        rows, columns = (scores > self._worst[self.owner][:, None]).nonzero()
+        order = (-scores[rows, columns]).argsort(kind="stable")
+        for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
+            place = (step.found, row, column)
+            self._keep(int(self.owner[row]), -float(step.last[row, column]), length, "eos", place)
+        if step.rows.size < min(self.width, step.further.shape[1]) * len(set(self.owner.tolist())):
+            nothing = np.isinf(step.further).all(1) & np.isinf(step.last).all(1)
+            for row in nothing.nonzero()[0].tolist():
+                score = float(self.total[row]) * self._factor(max(length - 1, 1))
+                dead = self._dead[int(self.owner[row])]
+                dead.append(_Kept(score, "dead end", length - 1, step.found, row, 0))
+                dead.sort(key=lambda one: -one.score)
+
+    def _count(self, step: Step) -> None:
+        """Count the ends among the best candidates of a step."""
+        for prompt in np.unique(self.owner).tolist():
+            own = self.owner == prompt
+            last = step.last[own].ravel()
+            both = np.sort(np.concatenate([step.further[own].ravel(), last]))
+            most = both[min(self.width, both.size) - 1]
+            self._ended[prompt] += ((last <= most) & (last < math.inf)).sum()
+
+    def _hopeful(self, owner: np.ndarray, total: np.ndarray, length: int) -> Bool[np.ndarray, " m"]:
+        """Whether the best hypothesis of a prompt can come before its worst kept sequence, and too few have ended."""
+        best = total[owner.searchsorted(owner)]
+        factor = self._limit_factors[owner] if self.length_penalty > 0 else self._factor(length + 1)
+        hope = best * factor > self._worst[owner]
+        return hope & (self._ended[owner] < self.width) if self.early_stopping else hope
+
+    def _keep(self, prompt: int, total: float, length: int, finish: Finish, place: tuple[Candidates, int, int]) -> None:
+        """Take a sequence among the best ones, if it is one; of equal ones the first found stays in front."""
+        score, kept = total * self._factor(length), self._kept[prompt]
+        if score > self._worst[prompt]:
+            kept.append(_Kept(score, finish, length - 1, *place))
+            kept.sort(key=lambda one: -one.score)
+            del kept[self.returns :]
+            if len(kept) == self.returns:
+                self._worst[prompt] = kept[-1].score
+
+    def _factor(self, length: int) -> float:
+        """`1 / length^lp`."""
+        return math.exp(-self.length_penalty * math.log(length))
+
+    def _written(self, kept: _Kept) -> Written:
+        """The sequence that ends there."""
+        path = [] if kept.finish == "dead end" else [(kept.found, kept.row, kept.column)]
+        row = kept.row
+        for level in self.levels[: kept.before][::-1]:
+            path.append((level.found, int(level.rows[row]), int(level.columns[row])))
+            row = path[-1][1]
+        path.reverse()
+        others = [found.alternatives[row] for found, row, _ in path]
+        return Written(
+            tokens=[int(found.tokens[row, column]) for found, row, column in path],
+            log_probs=[float(found.log_probs[row, column]) for found, row, column in path],
+            drawn_log_probs=[float(found.drawn_log_probs[row, column]) for found, row, column in path],
+            alternatives=[one for one in others if one is not None],
+            finish=kept.finish,
+            score=kept.score,
+        )
