@@ -101,7 +101,8 @@ def _fixed_model(vocabulary: int) -> Any:
 
     class Fixed(transformers.LlamaForCausalLM):
         def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Any:
-            first = int(input_ids[:, -1].sum()) % 32
+            self.calls = getattr(self, "calls", 0) + 7
+            first = self.calls % 32
             logits = bank[first : first + len(input_ids)]
             cache = transformers.DynamicCache() if past_key_values is None else past_key_values
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -111,7 +112,7 @@ def _fixed_model(vocabulary: int) -> Any:
     return Fixed(config).eval()
 
 
-STEPS = 16
+STEPS = 64
 
 
 def beam_rows(rounds: int, vocabularies: tuple[int, ...], batches: tuple[int, ...]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-import torch
-from torch import Tensor
+import numpy as np
+from jaxtyping import Int
 
 from unembed.decoding._beam_search import BeamSearch, Step
 from unembed.decoding._endings import Endings
@@ -70,12 +70,11 @@ class Beam(Strategy):
             early_stopping=self.early_stopping,
             returns=self.returns,
         )
-        frontier = Frontier(scorer, plan)
-        ends = torch.tensor(plan.eos_ids, dtype=torch.int64, device=plan.prompts.device)
+        frontier, ends = Frontier(scorer, plan), np.array(plan.eos_ids, dtype=np.int64)
         while True:
             # The `width` that go on are, of each hypothesis, among the `width` best that are no end.
-            offers = frontier.offers(self.width + ends.shape[0])
-            ends = ends[ends < offers.classes].to(offers.best.device)
+            offers = frontier.offers(self.width + len(ends))
+            ends = ends[ends < offers.classes]
             step = _step(search, offers, ends)
             while step.short and offers.best.shape[1] < offers.classes:
                 offers = offers.wider(2 * offers.best.shape[1])
@@ -89,7 +88,7 @@ class Beam(Strategy):
         return packed(found, plan)
 
 
-def _step(search: BeamSearch, offers: Offers, ends: Tensor) -> Step:
+def _step(search: BeamSearch, offers: Offers, ends: Int[np.ndarray, " E"]) -> Step:
     """What is next, of the ends and the best tokens of each hypothesis."""
-    ids = torch.cat([ends.expand(offers.best.shape[0], -1), offers.best], 1)
-    return search.step(offers.candidates(ids), ends.shape[0])
+    ids = np.concatenate([np.broadcast_to(ends, (len(offers.best), len(ends))), offers.best], axis=1)
+    return search.step(offers.candidates(ids), len(ends))

@@ -25,9 +25,9 @@ class Step(NamedTuple):
     """What the hypotheses can go on with; nothing is decided yet.
 
     Args:
-        found: Candidates: the ends, then the others.
-        last: Costs of ends: the sum of log-probabilities, negative; infinite is excluded.
-        further: The same of the others.
+        found: Candidates.
+        cost: Of candidates: the sum of log-probabilities, negative; infinite is excluded.
+        ends: The first so many columns of them are the ends, the others the best of all.
         rows: Of each prompt the best that are no end, up to the last one that can go on: what they come after.
         columns: Where they are among the candidates.
         stopped: Whether they hold a stop string.
@@ -36,13 +36,23 @@ class Step(NamedTuple):
     """
 
     found: Candidates
-    last: Float[np.ndarray, "n E"]
-    further: Float[np.ndarray, "n K"]
+    cost: Float[np.ndarray, "n E+K"]
+    ends: int
     rows: Int[np.ndarray, " m"]
     columns: Int[np.ndarray, " m"]
     stopped: Bool[np.ndarray, " m"]
     texts: list[TextStream | None]
     short: bool
+
+    @property
+    def last(self) -> Float[np.ndarray, "n E"]:
+        """Costs of the ends."""
+        return self.cost[:, : self.ends]
+
+    @property
+    def further(self) -> Float[np.ndarray, "n K"]:
+        """Costs of the others."""
+        return self.cost[:, self.ends :]
 
 
 class Going(NamedTuple):
@@ -104,18 +114,18 @@ class BeamSearch:
             ends: The first so many columns are the ends, the others the best of all.
         """
         cost = -(self.total[:, None] + found.drawn_log_probs)
-        last, further = cost[:, :ends], cost[:, ends:]
+        further = cost[:, ends:]
         if ends:
             further[(found.tokens[:, ends:, None] == found.tokens[:1, None, :ends]).any(-1)] = math.inf
         flat, owners = further.ravel(), np.repeat(self.owner, further.shape[1])
         order = np.lexsort((flat, owners))  # stable: equal ones in the order of hypotheses, then of ids
         order = order[flat[order] < math.inf]
         if self.plan.stop:
-            return self._read(found, last, further, order)
+            return self._read(found, cost, ends, order)
         owners = owners[order]
         chosen = order[np.arange(order.size) - owners.searchsorted(owners) < self.width]
         rows, columns = np.divmod(chosen, further.shape[1])
-        return Step(found, last, further, rows, columns + ends, np.zeros(rows.size, dtype=bool), [], False)
+        return Step(found, cost, ends, rows, columns + ends, np.zeros(rows.size, dtype=bool), [], False)
 
     def advance(self, step: Step) -> Going:
         """Go one token on; the hypotheses that go on then."""
@@ -125,10 +135,10 @@ class BeamSearch:
             self._count(step)
         owner, total = self.owner[rows], self.total[rows] + step.found.drawn_log_probs[rows, columns]
         ended = step.stopped | (self._limits[owner] == length)
-        for i in ended.nonzero()[0].tolist():
+        for i in np.flatnonzero(ended).tolist():
             place = (step.found, int(rows[i]), int(columns[i]))
             self._keep(int(owner[i]), float(total[i]), length, "stop" if step.stopped[i] else "length", place)
-        going = (~ended).nonzero()[0]
+        going = np.flatnonzero(~ended)
         going = going[self._hopeful(owner[going], total[going], length)]
         rows, columns = rows[going], columns[going]
         self.owner, self.total, self._texts = owner[going], total[going], [step.texts[i] for i in going if step.texts]
@@ -140,9 +150,9 @@ class BeamSearch:
         both = zip(self._kept, self._dead, strict=True)
         return [[self._written(one) for one in (kept or dead[: self.returns])] for kept, dead in both]
 
-    def _read(self, found: Candidates, last: np.ndarray, further: np.ndarray, order: np.ndarray) -> Step:
+    def _read(self, found: Candidates, cost: np.ndarray, ends: int, order: np.ndarray) -> Step:
         """A step whose candidates are read one by one until `width` of them hold no stop string."""
-        chosen, texts, short, ends = [], [], False, last.shape[1]
+        further, chosen, texts, short = cost[:, ends:], [], [], False
         for prompt in np.unique(self.owner).tolist():
             own, going, fresh = order[self.owner[order // further.shape[1]] == prompt].tolist(), 0, len(chosen)
             for place in own:
@@ -162,7 +172,7 @@ class BeamSearch:
                 short |= bool((more & (left == 0) & (self.owner == prompt)).any())
         rows, columns = np.divmod(np.array(chosen, dtype=np.int64), further.shape[1])
         stopped = np.array([one.stopped for one in texts], dtype=bool)
-        return Step(found, last, further, rows, columns + ends, stopped, texts, short)
+        return Step(found, cost, ends, rows, columns + ends, stopped, texts, short)
 
     def _end(self, step: Step, length: int) -> None:
         """Keep the ends that are among the best sequences, and what nothing is allowed after."""
@@ -172,21 +182,21 @@ class BeamSearch:
         for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
             place = (step.found, row, column)
             self._keep(int(self.owner[row]), -float(step.last[row, column]), length, "eos", place)
-        if step.rows.size < min(self.width, step.further.shape[1]) * len(set(self.owner.tolist())):
-            nothing = np.isinf(step.further).all(1) & np.isinf(step.last).all(1)
-            for row in nothing.nonzero()[0].tolist():
-                score = float(self.total[row]) * self._factor(max(length - 1, 1))
-                dead = self._dead[int(self.owner[row])]
-                dead.append(_Kept(score, "dead end", length - 1, step.found, row, 0))
-                dead.sort(key=lambda one: -one.score)
+        cheapest = step.cost.min(1)
+        if cheapest.max() < math.inf:
+            return
+        for row in np.flatnonzero(cheapest == math.inf).tolist():
+            score = float(self.total[row]) * self._factor(max(length - 1, 1))
+            dead = self._dead[int(self.owner[row])]
+            dead.append(_Kept(score, "dead end", length - 1, step.found, row, 0))
+            dead.sort(key=lambda one: -one.score)
 
     def _count(self, step: Step) -> None:
         """Count the ends among the best candidates of a step."""
         for prompt in np.unique(self.owner).tolist():
             own = self.owner == prompt
-            last = step.last[own].ravel()
-            both = np.sort(np.concatenate([step.further[own].ravel(), last]))
-            most = both[min(self.width, both.size) - 1]
+            both = np.sort(step.cost[own].ravel())
+            last, most = step.last[own], both[min(self.width, both.size) - 1]
             self._ended[prompt] += ((last <= most) & (last < math.inf)).sum()
 
     def _hopeful(self, owner: np.ndarray, total: np.ndarray, length: int) -> Bool[np.ndarray, " m"]:

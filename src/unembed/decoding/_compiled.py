@@ -84,23 +84,24 @@ def lists(rows: Float[Tensor, "n V"], k: int) -> bool:
 class Best(NamedTuple):
     """The k largest of each row in order, and the logarithm of the sum of exponentials, relative to the largest one."""
 
-    values: Float[Tensor, "n k"]
-    ids: Int[Tensor, "n k"]
-    log_sums: Float[Tensor, " n"]
+    values: Float[np.ndarray, "n k"]
+    ids: Int[np.ndarray, "n k"]
+    log_sums: Float[np.ndarray, " n"]
 
 
 def best(rows: Float[Tensor, "n V"], k: int, *, sums: bool = False) -> Best | None:
-    """The k largest, and the sums where they are asked for; None where there is NaN."""
+    """The k largest, and the sums where they are asked for; None for NaN, and where a sum would not be finite."""
     scores = _rows(rows)
-    values, ids = np.empty((len(scores), k), np.float32), np.empty((len(scores), k), np.int64)
-    log_sums = np.empty(len(scores) if sums else 0)
+    found = Best(
+        np.empty((len(scores), k), np.float32),
+        np.empty((len(scores), k), np.int64),
+        np.empty(len(scores) if sums else 0),
+    )
 
-    def some(at: slice) -> bool:
-        return kernels().best(scores[at], ids[at], values[at], log_sums[at])
+    def some(at: slice) -> int:
+        return kernels().best(scores[at], found.ids[at], found.values[at], found.log_sums[at])
 
-    if not all(_split(some, scores)):
-        return None
-    return Best(torch.from_numpy(values), torch.from_numpy(ids), torch.from_numpy(log_sums))
+    return found if max(_split(some, scores)) <= (0 if sums else 1) else None
 
 
 def _rows(scores: Float[Tensor, "*b V"]) -> np.ndarray:

@@ -115,18 +115,16 @@ class Normalised(NamedTuple):
     log_sum: Float[Tensor, "n 1"]
 
     @classmethod
-    def of(cls, scores: Float[Tensor, "n V"], k: int = 1) -> tuple[Normalised, Int[Tensor, "n k"]]:
-        """With the k largest of each row, in order.
+    def of(cls, scores: Float[Tensor, "n V"], k: int = 1) -> tuple[Normalised, Int[np.ndarray, "n k"]]:
+        """With the ids of the k largest of each row, in order.
 
         Raises:
             ValueError: If scores are NaN or +inf.
         """
         if _compiled.lists(scores, k) and (found := _compiled.best(scores, k, sums=True)) is not None:
-            peak = found.values[:, :1]
-            if math.isfinite(float(peak.sum())):
-                return cls(scores, peak, found.log_sums[:, None]), found.ids
+            return cls(scores, *map(torch.from_numpy, (found.values[:, :1], found.log_sums[:, None]))), found.ids
         best = largest(scores, k)
-        return cls._summed(scores, best.values[:, :1]), best.indices
+        return cls._summed(scores, best.values[:, :1]), best.indices.numpy(force=True)
 
     @classmethod
     def _summed(cls, scores: Float[Tensor, "n V"], peak: Float[Tensor, "n 1"]) -> Normalised:
@@ -143,10 +141,14 @@ class Normalised(NamedTuple):
         # The largest adds 1 to its sum, so the logarithm is 0 or more; where nothing is allowed it is made 0.
         return cls(scores, peak, torch.cat(sums).log_().clamp_(min=0.0))
 
-    def log_probs(self, ids: Int[Tensor, "n k"]) -> Float[np.ndarray, "n k"]:
+    def log_probs(self, ids: Int[np.ndarray, "n k"]) -> Float[np.ndarray, "n k"]:
         """Of some tokens in float64; `-inf` where nothing is allowed, and never above 0 by rounding."""
-        own = self.scores.gather(1, ids).sub_(self.peak).numpy(force=True).astype(np.float64)
-        return np.minimum(own - self.log_sum.numpy(force=True), 0.0)
+        if self.scores.is_cpu:
+            own = self.scores.detach().numpy()[np.arange(len(ids))[:, None], ids]
+        else:
+            own = self.scores.gather(1, torch.from_numpy(ids).to(self.scores.device)).numpy(force=True)
+        below = (own - self.peak.numpy(force=True)).astype(np.float64)
+        return np.minimum(below - self.log_sum.numpy(force=True), 0.0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Offers:
 
     plain: Normalised
     allowed: Normalised
-    best: Int[Tensor, "n k"]
+    best: Int[np.ndarray, "n k"]
     alternatives: Sequence[Alternatives | None]
 
     @property
@@ -172,13 +174,13 @@ class Offers:
 
     def wider(self, k: int) -> Offers:
         """The same with the k best tokens of each."""
-        return replace(self, best=largest(self.allowed.scores, min(k, self.classes)).indices)
+        return replace(self, best=largest(self.allowed.scores, min(k, self.classes)).indices.numpy(force=True))
 
-    def candidates(self, ids: Int[Tensor, "n k"]) -> Candidates:
+    def candidates(self, ids: Int[np.ndarray, "n k"]) -> Candidates:
         """Some tokens of each hypothesis, in their order."""
         drawn = self.allowed.log_probs(ids)
         plain = drawn if self.plain is self.allowed else self.plain.log_probs(ids)
-        return Candidates(ids.numpy(force=True), plain, drawn, self.alternatives)
+        return Candidates(ids, plain, drawn, self.alternatives)
 
 
 class Frontier:

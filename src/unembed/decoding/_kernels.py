@@ -361,20 +361,23 @@ def draw(rows, asked, joint, seeds, places, found):
 
 @compiled
 def best(rows, ids, values, log_sums):
-    """The k largest of each row in order, and `log sum exp(row - largest)` where it has a place; whether all are right.
+    """The k largest of each row in order, and `log sum exp(row - largest)` where it has a place.
 
-    They are not where there is NaN.
+    Returns:
+        0; 1 if a row has no finite score, or one of +inf, and its sum is none; 2 if there is NaN, and nothing is right.
     """
-    maxima = np.empty((rows.shape[1] + _WIDTH - 1) // _WIDTH, np.int32)
+    maxima, found = np.empty((rows.shape[1] + _WIDTH - 1) // _WIDTH, np.int32), 0
     for i in range(len(rows)):
         row = rows[i]
         most, magnitude = _scan(row, maxima)
         if magnitude >= _NO_NUMBER:
-            return False
-        found = _largest(row, maxima, ids.shape[1])
-        for j in range(len(found)):
-            ids[i, j] = _LOW - (found[j] & _LOW)
+            return 2
+        listed = _largest(row, maxima, ids.shape[1])
+        for j in range(len(listed)):
+            ids[i, j] = _LOW - (listed[j] & _LOW)
             values[i, j] = row[ids[i, j]]
-        if len(log_sums):
-            log_sums[i] = _log_sum(row, _value(most)) if -np.inf < _value(most) < np.inf else 0.0
-    return True
+        if not -np.inf < _value(most) < np.inf:
+            found = 1
+        elif len(log_sums):
+            log_sums[i] = _log_sum(row, _value(most))
+    return found

@@ -141,13 +141,18 @@ class CachedScorer:
             )
         self._name = names[0]
         self._cache: Any = None
-        self._mask = torch.empty(0)
+        self._mask = self._lengths = torch.empty(0)
+        self._stateful = False
         self.hidden: Tensor | None = None
 
     def start(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Scores after each prompt."""
-        self._cache, self._mask = None, real[:, :0].long()
-        scores = self._called(tokens.masked_fill(~real, 0), real.long(), 1)[:, -1]
+        self._cache, self._mask, self._stateful = None, real.long(), False
+        positions = self._mask.cumsum(1) - 1
+        self._lengths = positions[:, -1:] + 1
+        scores = self._called(tokens.masked_fill(~real, 0), positions.clamp_(min=0), 1)[:, -1]
+        linear = list(getattr(self._cache, "is_linear", ()))
+        self._stateful = bool(linear) and all(linear)  # such a model takes the mask as that of the new tokens
         if self._rewindable:
             if not getattr(self._cache, "is_croppable", True):
                 raise ValueError(
@@ -160,7 +165,12 @@ class CachedScorer:
 
     def extend(self, tokens: Tensor) -> Tensor:
         """Scores after each of n more tokens."""
-        return self._called(tokens, torch.ones_like(tokens), tokens.shape[1])
+        positions, count = self._lengths, tokens.shape[1]
+        if count > 1:
+            positions = positions + torch.arange(count, device=positions.device)
+        self._mask = torch.cat([self._mask, torch.ones_like(tokens)], 1)
+        self._lengths = self._lengths + count
+        return self._called(tokens, positions, count)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the cache."""
@@ -169,22 +179,20 @@ class CachedScorer:
         # Layers can be reordered; a cache that keeps states beside its layers (MiniMax) has a method of its own.
         own = "batch_select_indices" in vars(type(self._cache))
         (self._cache.batch_select_indices if own else self._cache.reorder_cache)(rows)
-        self._mask = self._mask[rows]
+        self._mask, self._lengths = self._mask[rows], self._lengths[rows]
 
     def rewind(self, count: int) -> None:
         """Cut the last tokens off the cache."""
         if count or self._rewindable:
             self._cache.crop(-count)  # of 0 too: layers that record their past are trimmed by it
-        self._mask = self._mask[:, : self._mask.shape[1] - count]
+        self._mask, self._lengths = self._mask[:, : self._mask.shape[1] - count], self._lengths - count
 
-    def _called(self, tokens: Tensor, more: Tensor, count: int) -> Tensor:
-        self._mask = torch.cat([self._mask, more], 1)
+    def _called(self, tokens: Tensor, positions: Tensor, count: int) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": tokens, self._name: self._cache, "use_cache": True, "return_dict": True}
-        linear = list(getattr(self._cache, "is_linear", ()))
-        if not (linear and all(linear)):  # a model of states alone takes the mask as that of the new tokens
+        if not self._stateful:
             inputs["attention_mask"] = self._mask
         if "position_ids" in self._takes:
-            inputs["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            inputs["position_ids"] = positions
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = count
         if self._keep:

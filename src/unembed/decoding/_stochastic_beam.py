@@ -105,7 +105,7 @@ def _steps(offers: Offers, noise: TreeNoise, known: Sequence[_Perturbed], width:
     log_p = (scores - peak).to(wide) + (total[:, None] - log_sum.to(wide))
     noisy = torch.where(log_p > -torch.inf, log_p + noise.children(classes).to(place, wide), -torch.inf)
     best = noisy.topk(min(width, classes), -1)
-    return _Steps(offers.candidates(best.indices), conditioned(best.values, own).tolist())
+    return _Steps(offers.candidates(best.indices.numpy(force=True)), conditioned(best.values, own).tolist())
 
 
 def conditioned(noisy: Float[Tensor, "n k"], largest: Float[Tensor, " n"]) -> Float[Tensor, "n k"]:
