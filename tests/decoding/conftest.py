@@ -7,21 +7,51 @@
   far to scores; where it leaves nothing, a sequence ends.
 - `chi_square(counts, probabilities)` gives the p-value of counts of drawn outcomes, a dictionary each, by the one test
   of the package, `testing._checks_decode.chi_square`, which test_sample.py holds to scipy and to D27.
+- `way` runs the tests of a module twice, with what is compiled by numba and without: `pytest.mark.usefixtures("way")`.
+- `plainly(run)` gives what a function gives without what is compiled.
 - `choices(run)` gives the exact distribution of what `run` returns, when it writes one row by speculation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from unembed.decoding import _compiled
 from unembed.testing._checks_decode import chi_square
 
 _STATES = 997
+
+
+@pytest.fixture(scope="module", params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+        yield request.param
+        return
+    with _plain():
+        yield request.param
+
+
+@pytest.fixture(scope="session")
+def plainly() -> Callable[[Callable[[], Any]], Any]:
+    def run(function: Callable[[], Any]) -> Any:
+        with _plain():
+            return function()
+
+    return run
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compiled, "kernels", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from unembed.decoding import (
 from unembed.decoding._plan import Event, Plan
 from unembed.decoding.filters import Chain
 
+pytestmark = pytest.mark.usefixtures("way")
 PENALTIES = (-1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 
 

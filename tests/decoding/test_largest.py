@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from unembed.decoding import _largest
 
+pytestmark = pytest.mark.usefixtures("way")
 INF = math.inf
 
 

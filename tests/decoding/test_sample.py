@@ -16,6 +16,7 @@ from unembed.ops import uniforms
 from unembed.ops._draw import _picked_on_device, _picked_on_host, block_sums
 from unembed.testing._checks_decode import chi_square
 
+pytestmark = pytest.mark.usefixtures("way")
 DRAWS = 100_000
 OPTIONS = [
     {},

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from unembed.decoding._settings import Settings
 
 _SPLIT = 1 << 22  # scores of a thread; threads of PyTorch that still wait for work make fewer take longer
-
-
 _FIRST = np.zeros(1, np.uint64)  # the position where none is given
 
 
@@ -63,17 +61,14 @@ def draw(scores: Float[Tensor, "*b V"], settings: Settings, noise: Noise) -> Int
     rows, asked, seeds = _rows(scores), settings.asked, noise.seeds
     assert seeds is not None
     places, found = _FIRST if noise.positions is None else noise.positions, np.empty(len(rows), np.int64)
-    if rows.size < 2 * _SPLIT:
-        failed = kernels().draw(rows, asked, settings.joint, seeds, places, found)
-    else:
-        failed = 0
 
-        def some(at: slice) -> int:
-            lines, counts = (one[at] if len(one) > 1 else one for one in (asked, places))
-            return kernels().draw(rows[at], lines, settings.joint, seeds[at], counts, found[at])
+    def some(at: slice) -> int:
+        lines, counts = (one[at] if len(one) > 1 else one for one in (asked, places))
+        return kernels().draw(rows[at], lines, settings.joint, seeds[at], counts, found[at])
 
-        failed = sum(_split(some, rows))
-    return None if failed else torch.from_numpy(found.reshape(scores.shape[:-1]))
+    if sum(_split(some, rows)):
+        return None
+    return torch.from_numpy(found if scores.ndim == 2 else found.reshape(scores.shape[:-1]))
 
 
 def lists(rows: Float[Tensor, "n V"], k: int) -> bool:
@@ -106,7 +101,7 @@ def best(rows: Float[Tensor, "n V"], k: int, *, sums: bool = False) -> Best | No
 
 def _rows(scores: Float[Tensor, "*b V"]) -> np.ndarray:
     """Scores with the classes side by side."""
-    found = scores.detach().numpy()
+    found = (scores.detach() if scores.requires_grad else scores).numpy()
     return np.ascontiguousarray(found if found.ndim == 2 else found.reshape(-1, found.shape[-1]))
 
 
