@@ -99,13 +99,21 @@ def _fixed_model(vocabulary: int) -> Any:
     bank = scores_of("Zipf-like", 64, vocabulary)[:, None]
     bank[..., 1] = -30.0  # the end, which nobody comes to
 
+    made: dict[tuple[int, int], Any] = {}  # what a call gives, but for the cache
+
     class Fixed(transformers.LlamaForCausalLM):
+        calls = 0
+
         def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Any:
-            self.calls = getattr(self, "calls", 0) + 7
-            first = self.calls % 32
-            logits = bank[first : first + len(input_ids)]
+            self.calls += 1
+            key = (7 * self.calls % 32, len(input_ids))
+            if key not in made:
+                logits = bank[key[0] : sum(key)]
+                made[key] = transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
             cache = transformers.DynamicCache() if past_key_values is None else past_key_values
-            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            if made[key].past_key_values is not cache:
+                made[key].past_key_values = cache
+            return made[key]
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.LlamaConfig(vocab_size=vocabulary, **sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0)

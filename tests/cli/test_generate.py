@@ -127,6 +127,34 @@ def test_json_holds_what_generate_gives(model, opened, tmp_path, capsys):
         assert f"== sequence {rank + 1}, score {one['score']:.4f}\n{legible(one['text'])}\n" in out
 
 
+def test_samples_of_a_prompt_are_draws_of_their_own_and_do_not_depend_on_others(model, opened, tmp_path, capsys):
+    def written(*prompts, count):
+        path = tmp_path / "out.json"
+        code, out, err = _run("generate", model, *prompts, "--returns", count, *TINY, "--json", path, capsys=capsys)
+        assert (code, err) == (0, "")
+        assert out.count("sequence ") == (len(prompts) * count if count > 1 else 0)
+        return [[one["tokens"] for one in row["sequences"]] for row in json.loads(path.read_text())["prompts"]]
+
+    many = written("the head", "a sentence", count=10)
+    assert [len(row) for row in many] == [10, 10]
+    assert len({tuple(one) for one in many[0]}) > 5
+    assert written("the head", count=3) == [many[0][:3]]
+    assert written("the head", count=1) == [many[0][:1]]
+    ids = opened[1]("the head")["input_ids"]
+    found = decoding.generate(opened[0], [ids], strategy=decoding.Sample(), seeds=[0], max_new_tokens=5)
+    assert found.tokens[0].tolist() == many[0][:1]
+
+
+def test_every_penalty_reaches_the_filters(model, opened, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    options = ["--presence-penalty", "0.5", "--frequency-penalty", "0.2", "--no-repeat-ngram", "2", "--dry", "0.8"]
+    _run("generate", model, "the head", *options, *TINY, "--json", path, capsys=capsys)
+    filters = decoding.ordered(presence_penalty=0.5, frequency_penalty=0.2, no_repeat_ngram=2, dry=decoding.DRY(0.8))
+    ids = opened[1]("the head")["input_ids"]
+    found = decoding.generate(opened[0], [ids], strategy=decoding.Greedy(), filters=filters, max_new_tokens=5)
+    assert json.loads(path.read_text())["prompts"][0]["sequences"][0]["tokens"] == found.tokens[0, 0].tolist()
+
+
 def test_a_stop_string_ends_the_text_in_front_of_it(model, opened, capsys):
     whole = _greedy(opened, "the head", 12).texts[0][0]
     stop = whole[3:5]
@@ -172,7 +200,7 @@ def test_text_that_steers_a_terminal_reaches_it_as_escapes(capsys):
         (["x", "--top-k", "0"], "--top-k: expected a whole number of at least 1"),
         (
             ["x", "--strategy", "greedy", "--top-p", "0.5"],
-            "--top-p does nothing with strategy greedy, which takes --repetition-penalty; leave it out",
+            "--top-p does nothing with strategy greedy, which takes --repetition-penalty, --presence-penalty, ",
         ),
         (["x", "--length-penalty", "2"], "--length-penalty does nothing with strategy greedy"),
         (
@@ -180,6 +208,8 @@ def test_text_that_steers_a_terminal_reaches_it_as_escapes(capsys):
             "--returns must be at most --beams, got 3 of 2.",
         ),
         (["x", "--strategy", "beam", "--returns", "9"], "--returns must be at most --beams, got 9 of 4."),
+        (["x", "--xtc-probability", "0.1"], "--xtc-probability does nothing without --xtc, its threshold."),
+        (["x", "--strategy", "greedy", "--returns", "2"], "--returns does nothing with strategy greedy"),
         (["x", "--stop", ""], "--stop must be strings that are not empty"),
         (["x", "--strategy", "speculative"], "--strategy speculative needs --draft MODEL."),
         (["x", "--draft", "demo"], "--strategy greedy takes no --draft."),

@@ -240,6 +240,9 @@ def test_a_decoder_is_what_generate_takes():
     assert Decoder("sample", temperature=0.7, top_k=5, order="vllm").arguments()["filters"] == chain
     typical = Decoder("sample", temperature=0.7, typical_p=0.9).arguments()
     assert typical["filters"] == decoding.ordered(temperature=0.7, typical_p=0.9)
+    cut = Decoder("sample", xtc=0.1, xtc_probability=0.3, dry=0.8).arguments()
+    assert cut["filters"] == decoding.ordered(xtc=decoding.XTC(0.1, 0.3), dry=decoding.DRY(0.8))
+    assert Decoder("sample", xtc=0.1).arguments()["filters"] == decoding.ordered(xtc=decoding.XTC(0.1, 0.5))
     assert Decoder("beam", beams=3, length_penalty=0.5, returns=2).arguments()["strategy"] == decoding.Beam(
         3, length_penalty=0.5, returns=2
     )

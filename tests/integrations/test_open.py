@@ -107,7 +107,7 @@ def test_other_kinds_of_model_are_refused_before_the_weights(tmp_path, kind, siz
         open_model(tmp_path)
 
 
-@pytest.mark.parametrize("source", ["/nowhere/model", "nowhere.gguf", "a/b/c"])
+@pytest.mark.parametrize("source", ["/nowhere/model", "nowhere.gguf", "a/b/c", "nowhere/", "./nowhere", "a b"])
 def test_a_path_that_is_not_there(source):
     with pytest.raises(InputError, match=f"^{source}: no such file or folder"):
         open_model(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from unembed.cli._options import with_flags
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from unembed.decoding import Event, Generation
     from unembed.experiments import Decoder
 
+_DRAW = 24  # bits of a seed that count prompts: above them draws of one prompt are counted
 _BATCH = 8  # prompts that go together; their text does not depend on it, beyond rounding of scores
 
 
@@ -37,24 +39,28 @@ def written(
     ids = [prompt_ids(tokenizer, prompt, place) for place, prompt in enumerate(prompts, 1)]
     seeds = row_seeds(options.seed, range(len(prompts)))
     alone = len(prompts) == 1
+    draws = decoder.returns or 1 if decoder.strategy == "sample" else 1
     several = decoder.strategy == "stochastic-beam" or (decoder.returns or 1) > 1
     rows: list[dict[str, Any]] = []
-    for start in range(0, len(prompts), _BATCH):
-        part = slice(start, start + _BATCH)
+    batch = max(1, _BATCH // draws)
+    for start in range(0, len(prompts), batch):
+        part = slice(start, start + batch)
         try:
             found = generate(
                 model,
-                ids[part],
+                [one for one in ids[part] for _ in range(draws)],
                 max_new_tokens=options.max_new_tokens,
                 tokenizer=tokenizer,
                 stop=tuple(options.stop),
-                seeds=seeds[part],
+                seeds=[one + (draw << _DRAW) for one in seeds[part] for draw in range(draws)],
                 on_token=_tell if alone and not several else None,
                 **arguments,
             )
         except ValueError as error:  # what only the model can say: an id it has no row for, a vocabulary that differs
             raise InputError(with_flags(str(error), vars(options))) from error
-        about = zip(prompts[part], ids[part], seeds[part], _sequences(found), strict=True)
+        rows_of = _sequences(found)
+        own = [list(chain(*rows_of[place : place + draws])) for place in range(0, len(rows_of), draws)]
+        about = zip(prompts[part], ids[part], seeds[part], own, strict=True)
         rows += [dict(zip(("prompt", "prompt_ids", "seed", "sequences"), one, strict=True)) for one in about]
         if alone and not several:
             sys.stdout.write("\n")

@@ -18,8 +18,10 @@ ORDERS = ("unembed", "transformers", "vllm", "llama.cpp", "sglang")
 DEMONSTRATION = "demo"
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 # Options of the command that are those of `Decoder`; with any of the first ones `sample` is the default.
-_DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon", "eta", "top_n_sigma", "order")
-_DECODER = (*_DRAWING, "repetition_penalty", "beams", "length_penalty", "returns", "alpha", "lookahead")
+_LIMITS = ("top_k", "top_p", "min_p", "typical_p", "epsilon", "eta", "top_n_sigma", "xtc", "xtc_probability")
+_DRAWING = ("temperature", *_LIMITS, "order", "returns")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram", "dry")
+_DECODER = (*_DRAWING, *_PENALTIES, "beams", "length_penalty", "alpha", "lookahead")
 
 
 def add_to(commands: Any) -> None:
@@ -55,7 +57,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=whole(0, 2**31 - 1), default=0, metavar="N", help="seed of all draws (0)")
     group.add_argument("--beams", type=whole(1), metavar="N", help="hypotheses of beam and stochastic-beam (4)")
     group.add_argument("--length-penalty", type=real(-20, 20), metavar="P", help="beams compare log p / length^P (1)")
-    group.add_argument("--returns", type=whole(1), metavar="N", help="sequences a prompt, of a beam search (1)")
+    group.add_argument("--returns", type=whole(1), metavar="N", help="sequences a prompt, of beam or sample (1)")
     group.add_argument("--alpha", type=real(0, 1), metavar="A", help="degeneration penalty of contrastive (0.6)")
     group.add_argument("--draft", metavar="MODEL", help="draft model of speculative")
     group.add_argument("--lookahead", type=whole(1), metavar="N", help="tokens that the draft writes at a time (4)")
@@ -71,7 +73,15 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--epsilon", type=real(0, 1), metavar="P", help="keep what has this probability")
     group.add_argument("--eta", type=real(0, 1), metavar="P", help="keep by a probability that falls with the entropy")
     group.add_argument("--top-n-sigma", type=real(0), metavar="N", help="keep N standard deviations below the best")
+    group.add_argument("--xtc", type=real(0, 1), metavar="P", help="at times drop what has P, but for the least likely")
+    group.add_argument("--xtc-probability", type=real(0, 1), metavar="P", help="how often --xtc does so (0.5)")
     group.add_argument("--repetition-penalty", type=real(1e-6), metavar="X", help="above 1 makes old tokens rarer")
+    group.add_argument("--presence-penalty", type=real(), metavar="X", help="taken from scores of what was written")
+    group.add_argument("--frequency-penalty", type=real(), metavar="X", help="the same, for each time")
+    group.add_argument("--no-repeat-ngram", type=whole(1), metavar="N", help="let no run of N tokens come twice")
+    group.add_argument(
+        "--dry", type=real(0), metavar="X", help="taken from what prolongs a repeat, more the longer it is"
+    )
     group.add_argument("--order", choices=ORDERS, help="whose order and definitions of filters (unembed)")
 
 

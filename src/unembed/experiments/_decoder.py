@@ -13,12 +13,12 @@ from unembed.results import InputError
 StrategyName = Literal["greedy", "sample", "beam", "contrastive", "stochastic-beam", "speculative"]
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 _FUSED = ("temperature", "top_k", "top_p", "min_p")
-_SHAPING = (*_FUSED, "typical_p", "epsilon", "eta", "top_n_sigma", "repetition_penalty")
-_PENALTIES = ("repetition_penalty",)
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram", "dry")
+_SHAPING = (*_FUSED, "typical_p", "epsilon", "eta", "top_n_sigma", "xtc", "xtc_probability", *_PENALTIES)
 # What each strategy listens to, beside what it must have.
 _TAKES: dict[str, tuple[str, ...]] = {
     "greedy": _PENALTIES,
-    "sample": (*_SHAPING, "order"),
+    "sample": (*_SHAPING, "order", "returns"),
     "beam": (*_SHAPING, "order", "beams", "length_penalty", "returns"),
     "contrastive": (*_SHAPING, "order", "alpha"),
     "stochastic-beam": (*_SHAPING, "order", "beams"),
@@ -40,11 +40,17 @@ class Decoder:
         epsilon: Probability to keep.
         eta: Epsilon of eta sampling.
         top_n_sigma: Standard deviations below the best score.
+        xtc: Threshold of XTC: all tokens of that probability but the least probable of them are left out at times.
+        xtc_probability: How often (0.5).
         repetition_penalty: Of tokens that are in the prompt or were written.
+        presence_penalty: Of tokens that were written.
+        frequency_penalty: The same, for each time.
+        no_repeat_ngram: Tokens of a run that never comes twice.
+        dry: Penalty of a token that prolongs a repeat of two tokens; 1.75 times as much for each further one.
         order: Whose order and definitions of filters: a preset of `decoding.ordered`.
         beams: Hypotheses of a search (4).
         length_penalty: Power of the length that beams are compared with (1).
-        returns: Sequences a prompt, of a beam search (1).
+        returns: Sequences a prompt, of a beam search or drawn (1).
         alpha: Weight of the degeneration penalty of contrastive search (0.6).
         lookahead: Tokens that the draft model writes at a time (4).
     """
@@ -58,7 +64,13 @@ class Decoder:
     epsilon: float | None = None
     eta: float | None = None
     top_n_sigma: float | None = None
+    xtc: float | None = None
+    xtc_probability: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram: int | None = None
+    dry: float | None = None
     order: Order | None = None
     beams: int | None = None
     length_penalty: float | None = None
@@ -75,6 +87,8 @@ class Decoder:
                 f"`{idle[0]}` does nothing with strategy {self.strategy}, which takes "
                 f"{', '.join(f'`{name}`' for name in _TAKES[self.strategy])}; leave it out or name another strategy."
             )
+        if self.xtc is None and self.xtc_probability is not None:
+            raise InputError("`xtc_probability` does nothing without `xtc`, its threshold.")
 
     def given(self) -> dict[str, Any]:
         """What is not None."""
@@ -114,6 +128,11 @@ class Decoder:
         found: dict[str, Any] = {"strategy": chosen}
         if self.strategy == "sample" and self.order is None and set(shaping) <= set(_FUSED):
             return found | shaping  # the fused draw is the same as these filters in this order
+        if self.xtc is not None:
+            often = shaping.pop("xtc_probability", 0.5)
+            shaping["xtc"] = decoding.XTC(self.xtc, probability=often)
+        if self.dry is not None:
+            shaping["dry"] = decoding.DRY(self.dry)
         if shaping:
             found["filters"] = decoding.ordered(order=self.order or "unembed", **shaping)
         return found

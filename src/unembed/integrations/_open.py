@@ -12,7 +12,7 @@ import torch
 from unembed.integrations._errors import out_of_memory
 from unembed.integrations._gguf import read_once
 from unembed.integrations._quiet import quiet
-from unembed.models import is_saved_head
+from unembed.models import is_on_hub, is_saved_head
 from unembed.results import InputError
 from unembed.text import one_line
 
@@ -86,7 +86,7 @@ def _locate(source: str | Path) -> tuple[str, str | None]:
         if not (path / "config.json").is_file() and len(ggufs) != 1:
             raise InputError(f"{path}: expected config.json, or one .gguf file, got neither.")
         return str(path), None if (path / "config.json").is_file() else ggufs[0].name
-    if len(path.parts) > 2 or path.suffix in (".gguf", ".safetensors") or not isinstance(source, str):
+    if not isinstance(source, str) or not is_on_hub(source):
         raise InputError(f"{source}: no such file or folder.")
     return source, None
 
