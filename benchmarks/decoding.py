@@ -1,6 +1,7 @@
 """Draws of `decoding.sample` beside transformers' processors with torch.multinomial, and both beside torch.logsumexp.
 
-`python benchmarks/decoding.py` writes the sections `decoding` and `beam-step` of RESULTS.md (`--only decoding`: one).
+`python benchmarks/decoding.py` writes the sections `decoding` and `beam-step` of RESULTS.md (`--only decoding`: one);
+without numba, or with `UNEMBED_FAST=0` in the environment, `decoding-plain` and `beam-step-plain`.
 Times are medians of calls in turns in one process, ratios are within a round; draws are included. Scores are float32:
 Zipf-like ones fall with the logarithm of a shuffled rank, flat ones are normal with standard deviation 0.01.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from _bench import in_turns, machine, median_ratio, write_section
 from unembed import decoding
+from unembed.decoding._compiled import kernels
 
 VOCABULARIES, BATCHES = (50_257, 151_936, 262_144), (1, 8, 64)
 SPREADS = ("Zipf-like", "flat")
@@ -86,10 +88,11 @@ def rows(rounds: int, vocabularies: tuple[int, ...], batches: tuple[int, ...]) -
     return found
 
 
-def _version() -> str:
-    import transformers
+def _versions() -> str:
+    from importlib.metadata import version
 
-    return transformers.__version__
+    fast = f"numba {version('numba')}" if kernels() is not None else "without numba"
+    return f"{fast}, transformers {version('transformers')}"
 
 
 def _fixed_model(vocabulary: int) -> Any:
@@ -160,26 +163,27 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    kind, title = ("", "") if kernels() is not None else ("-plain", ", without numba")
     if options.only in (None, "decoding"):
         lines = [
-            f"## Draws\n\n`python benchmarks/decoding.py --only decoding`; {machine()}, transformers",
-            f"{_version()}; medians of {options.rounds} rounds in turns. Last two columns: transformers over ours, and",
-            "ours over torch.logsumexp.\n",
+            f"## Draws{title}\n\n`python benchmarks/decoding.py --only decoding`; {machine()},",
+            f"{_versions()}; medians of {options.rounds} rounds in turns. Last two columns: transformers over ours,",
+            "and ours over torch.logsumexp.\n",
             "| scores | asked | logsumexp | transformers | `decoding.sample` | times faster | over logsumexp |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *rows(options.rounds, tuple(options.vocabularies), tuple(options.batches)),
         ]
-        write_section("decoding", "\n".join(lines))
+        write_section(f"decoding{kind}", "\n".join(lines))
     if options.only in (None, "beam-step"):
         lines = [
-            f"## A step of beam search\n\n`python benchmarks/decoding.py --only beam-step`; {machine()}, transformers",
-            f"{_version()}; medians of {options.rounds} searches of {STEPS} steps in turns, with a model",
+            f"## A step of beam search{title}\n\n`python benchmarks/decoding.py --only beam-step`; {machine()},",
+            f"{_versions()}; medians of {options.rounds} searches of {STEPS} steps in turns, with a model",
             "that costs nothing.\n",
             "| scores | transformers | `Beam(4)` | times faster |",
             "| --- | --- | --- | --- |",
             *beam_rows(options.rounds, tuple(options.vocabularies), tuple(one for one in options.batches if one < 64)),
         ]
-        write_section("beam-step", "\n".join(lines))
+        write_section(f"beam-step{kind}", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ class Beam(Strategy):
     Args:
         width: Hypotheses that go on at each step.
         length_penalty: lp; 0 compares sums, above 0 prefers longer sequences, below 0 shorter ones. Within 20 of 0.
-        early_stopping: Whether to end already when `width` ends were among the best `width` candidates of their step,
-            with the sequences found by then.
+        early_stopping: Whether to end already when `width` ends by `eos_ids` were among the best `width` candidates of
+            their step, with the sequences found by then.
         returns: Sequences a prompt, at most `width`.
     """
 

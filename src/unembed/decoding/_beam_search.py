@@ -7,6 +7,7 @@ ends, K further tokens that were looked up of each, m of them that are chosen.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from unembed.decoding._endings import Endings
 from unembed.decoding._generation import Finish
-from unembed.decoding._hypotheses import Candidates
+from unembed.decoding._hypotheses import Alternatives, Candidates
 from unembed.decoding._plan import Plan
 from unembed.decoding._strategy import Written
 from unembed.decoding._text import TextStream
@@ -62,23 +63,33 @@ class Going(NamedTuple):
     tokens: Int[np.ndarray, " m"]
 
 
-class _Level(NamedTuple):
-    """The running hypotheses of one length: which candidates of the length before they are."""
+class _Tokens(NamedTuple):
+    """Chosen tokens: the hypothesis that each comes after, among those of the length before."""
 
-    found: Candidates
-    rows: Int[np.ndarray, " n"]
-    columns: Int[np.ndarray, " n"]
+    rows: Int[np.ndarray, " m"]
+    tokens: Int[np.ndarray, " m"]
+    log_probs: Float[np.ndarray, " m"]
+    drawn_log_probs: Float[np.ndarray, " m"]
+    alternatives: Sequence[Alternatives | None]
+
+    def at(self, places: np.ndarray) -> _Tokens:
+        """Some of them."""
+        return _Tokens(
+            self.rows[places],
+            self.tokens[places],
+            self.log_probs[places],
+            self.drawn_log_probs[places],
+            [self.alternatives[i] for i in places.tolist()],
+        )
 
 
 class _Kept(NamedTuple):
-    """A sequence to return: its score, why it ended, the levels before its last token, and which candidate that is."""
+    """A sequence to return: its score, why it ended, how many lengths come before its last token, and that."""
 
     score: float
     finish: Finish
     before: int
-    found: Candidates
-    row: int
-    column: int
+    last: _Tokens
 
 
 @dataclass(eq=False)
@@ -93,7 +104,7 @@ class BeamSearch:
     returns: int
     owner: Int[np.ndarray, " n"] = field(init=False)  # the prompt of each hypothesis
     total: Float[np.ndarray, " n"] = field(init=False)  # its sum of log-probabilities
-    levels: list[_Level] = field(default_factory=list, init=False)
+    levels: list[_Tokens] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         prompts = len(self.plan.prompts)
@@ -104,7 +115,8 @@ class BeamSearch:
         self._worst = np.full(prompts, -math.inf)  # score of the last one to return, where there are as many
         self._ended = np.zeros(prompts, dtype=np.int64)  # ends that were among the best candidates of their step
         self._limits = self.plan.max_new_tokens.numpy(force=True)
-        self._limit_factors = np.array([self._factor(limit) for limit in self._limits.tolist()])
+        if self.length_penalty > 0:
+            self._limit_factors = np.array([self._factor(limit) for limit in self._limits.tolist()])
 
     def step(self, found: Candidates, ends: int) -> Step:
         """What is next.
@@ -133,17 +145,17 @@ class BeamSearch:
         self._end(step, length)
         if self.early_stopping:
             self._count(step)
-        owner, total = self.owner[rows], self.total[rows] + step.found.drawn_log_probs[rows, columns]
+        own, owner = _chosen(step.found, rows, columns), self.owner[rows]
+        total = self.total[rows] + own.drawn_log_probs
         ended = step.stopped | (self._limits[owner] == length)
         for i in np.flatnonzero(ended).tolist():
-            place = (step.found, int(rows[i]), int(columns[i]))
-            self._keep(int(owner[i]), float(total[i]), length, "stop" if step.stopped[i] else "length", place)
+            finish: Finish = "stop" if step.stopped[i] else "length"
+            self._keep(int(owner[i]), float(total[i]), finish, own.at(np.array([i])))
         going = np.flatnonzero(~ended)
         going = going[self._hopeful(owner[going], total[going], length)]
-        rows, columns = rows[going], columns[going]
         self.owner, self.total, self._texts = owner[going], total[going], [step.texts[i] for i in going if step.texts]
-        self.levels.append(_Level(step.found, rows, columns))
-        return Going(rows, step.found.tokens[rows, columns])
+        self.levels.append(own.at(going))
+        return Going(self.levels[-1].rows, self.levels[-1].tokens)
 
     def found(self) -> list[list[Written]]:
         """The sequences of each prompt to return, the best first; dead ends where there is nothing else."""
@@ -180,16 +192,19 @@ class BeamSearch:
         rows, columns = (scores > self._worst[self.owner][:, None]).nonzero()
         order = (-scores[rows, columns]).argsort(kind="stable")
         for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
-            place = (step.found, row, column)
-            self._keep(int(self.owner[row]), -float(step.last[row, column]), length, "eos", place)
+            prompt = int(self.owner[row])
+            if scores[row, column] > self._worst[prompt]:
+                last = _chosen(step.found, np.array([row]), np.array([column]))
+                self._keep(prompt, -float(step.last[row, column]), "eos", last)
         cheapest = step.cost.min(1)
         if cheapest.max() < math.inf:
             return
         for row in np.flatnonzero(cheapest == math.inf).tolist():
             score = float(self.total[row]) * self._factor(max(length - 1, 1))
             dead = self._dead[int(self.owner[row])]
-            dead.append(_Kept(score, "dead end", length - 1, step.found, row, 0))
+            dead.append(_Kept(score, "dead end", length - 1, _chosen(step.found, np.array([row]), np.array([0]))))
             dead.sort(key=lambda one: -one.score)
+            del dead[self.returns :]
 
     def _count(self, step: Step) -> None:
         """Count the ends among the best candidates of a step."""
@@ -206,11 +221,12 @@ class BeamSearch:
         hope = best * factor > self._worst[owner]
         return hope & (self._ended[owner] < self.width) if self.early_stopping else hope
 
-    def _keep(self, prompt: int, total: float, length: int, finish: Finish, place: tuple[Candidates, int, int]) -> None:
+    def _keep(self, prompt: int, total: float, finish: Finish, last: _Tokens) -> None:
         """Take a sequence among the best ones, if it is one; of equal ones the first found stays in front."""
-        score, kept = total * self._factor(length), self._kept[prompt]
+        before, kept = len(self.levels), self._kept[prompt]
+        score = total * self._factor(before + 1)
         if score > self._worst[prompt]:
-            kept.append(_Kept(score, finish, length - 1, *place))
+            kept.append(_Kept(score, finish, before, last))
             kept.sort(key=lambda one: -one.score)
             del kept[self.returns :]
             if len(kept) == self.returns:
@@ -222,18 +238,28 @@ class BeamSearch:
 
     def _written(self, kept: _Kept) -> Written:
         """The sequence that ends there."""
-        path = [] if kept.finish == "dead end" else [(kept.found, kept.row, kept.column)]
-        row = kept.row
+        path, row = [] if kept.finish == "dead end" else [(kept.last, 0)], int(kept.last.rows[0])
         for level in self.levels[: kept.before][::-1]:
-            path.append((level.found, int(level.rows[row]), int(level.columns[row])))
-            row = path[-1][1]
+            path.append((level, row))
+            row = int(level.rows[row])
         path.reverse()
-        others = [found.alternatives[row] for found, row, _ in path]
+        others = [one.alternatives[i] for one, i in path]
         return Written(
-            tokens=[int(found.tokens[row, column]) for found, row, column in path],
-            log_probs=[float(found.log_probs[row, column]) for found, row, column in path],
-            drawn_log_probs=[float(found.drawn_log_probs[row, column]) for found, row, column in path],
+            tokens=[int(one.tokens[i]) for one, i in path],
+            log_probs=[float(one.log_probs[i]) for one, i in path],
+            drawn_log_probs=[float(one.drawn_log_probs[i]) for one, i in path],
             alternatives=[one for one in others if one is not None],
             finish=kept.finish,
             score=kept.score,
         )
+
+
+def _chosen(found: Candidates, rows: np.ndarray, columns: np.ndarray) -> _Tokens:
+    """Candidates of some hypotheses, and nothing of the others: the search keeps them."""
+    return _Tokens(
+        rows,
+        found.tokens[rows, columns],
+        found.log_probs[rows, columns],
+        found.drawn_log_probs[rows, columns],
+        [found.alternatives[row] for row in rows.tolist()],
+    )

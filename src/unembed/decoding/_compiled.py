@@ -2,7 +2,7 @@
 
 They find what the ways of PyTorch and NumPy find, with the same noise, and differ where rounding decides.
 `UNEMBED_FAST=0` in the environment leaves them alone. Many scores go to threads in parts of rows, as many as PyTorch
-may use; the threads end with the call, so that a process can be forked at any time.
+may use; the threads end with the call, so that a process can be forked between calls.
 
 Shapes: n rows, V vocabulary, k largest.
 """
@@ -38,14 +38,19 @@ def kernels() -> Any:
     if os.environ.get("UNEMBED_FAST") == "0" or importlib.util.find_spec("numba") is None:
         return None
     try:
+        import numba
+
+        options: Any = numba.config
+        if options.DISABLE_JIT:  # for a debugger: what is not compiled cannot run
+            return None
         from unembed.decoding import _kernels
-    except ImportError as error:  # of another NumPy than it knows
+    except (ImportError, OSError) as error:  # of another NumPy than it knows, or too old, or without its library
         warnings.warn(f"numba is installed but cannot be loaded, so decoding goes on without it: {error}", stacklevel=2)
         return None
     return _kernels
 
 
-def fits(scores: Float[Tensor, "*b V"]) -> bool:
+def can_draw(scores: Float[Tensor, "*b V"]) -> bool:
     """Whether there is a compiled way for these scores."""
     return scores.dtype == torch.float32 and scores.is_cpu and scores.numel() > 0 and kernels() is not None
 
@@ -54,7 +59,7 @@ def draw(scores: Float[Tensor, "*b V"], settings: Settings, noise: Noise) -> Int
     """A class a row; None where there is one that cannot be drawn from.
 
     Args:
-        scores: Such as `fits`; equal ones where the temperature is infinite.
+        scores: Those that `can_draw`; equal ones where the temperature is infinite.
         settings: What is asked.
         noise: With seeds.
     """
@@ -71,9 +76,9 @@ def draw(scores: Float[Tensor, "*b V"], settings: Settings, noise: Noise) -> Int
     return torch.from_numpy(found if scores.ndim == 2 else found.reshape(scores.shape[:-1]))
 
 
-def lists(rows: Float[Tensor, "n V"], k: int) -> bool:
+def can_list(rows: Float[Tensor, "n V"], k: int) -> bool:
     """Whether there is a compiled way for their k largest, and no faster one."""
-    return fits(rows) and (k == 1 or 4 * k <= rows.shape[-1])
+    return can_draw(rows) and (k == 1 or 4 * k <= rows.shape[-1])
 
 
 class Best(NamedTuple):
@@ -101,7 +106,9 @@ def best(rows: Float[Tensor, "n V"], k: int, *, sums: bool = False) -> Best | No
 
 def _rows(scores: Float[Tensor, "*b V"]) -> np.ndarray:
     """Scores with the classes side by side."""
-    found = (scores.detach() if scores.requires_grad else scores).numpy()
+    if scores.requires_grad or scores.is_neg():
+        scores = scores.detach().resolve_neg()
+    found = scores.numpy()
     return np.ascontiguousarray(found if found.ndim == 2 else found.reshape(-1, found.shape[-1]))
 
 

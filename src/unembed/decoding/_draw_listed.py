@@ -66,5 +66,7 @@ def _places(total: np.ndarray, last: np.ndarray, uniform: np.ndarray) -> np.ndar
 
 
 def _host(value: Any) -> Any:
-    """A tensor as an array on the host; a number as it is."""
-    return value.cpu().numpy() if isinstance(value, Tensor) else value
+    """A tensor as an array on the host, in float64 where numpy lacks its dtype; a number as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value.double() if value.dtype == torch.bfloat16 else value).numpy(force=True)

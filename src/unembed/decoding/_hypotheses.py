@@ -121,7 +121,7 @@ class Normalised(NamedTuple):
         Raises:
             ValueError: If scores are NaN or +inf.
         """
-        if _compiled.lists(scores, k) and (found := _compiled.best(scores, k, sums=True)) is not None:
+        if _compiled.can_list(scores, k) and (found := _compiled.best(scores, k, sums=True)) is not None:
             return cls(scores, *map(torch.from_numpy, (found.values[:, :1], found.log_sums[:, None]))), found.ids
         best = largest(scores, k)
         return cls._summed(scores, best.values[:, :1]), best.indices.numpy(force=True)

@@ -4,17 +4,19 @@ Only what does not repeat inside a row is written down: the largest value and th
 are made again where they are needed, which costs less than to store and read them. All is in one file, since numba
 keeps what it compiled for as long as the file of the called function is the same, and looks at no other.
 
-Values are float32. Their order is that of a whole number, `key`, which no NaN can break: above +inf there are NaNs with
-sign 0, and `most_bits` finds those with sign 1. Shapes: n rows, V classes, G blocks.
+Values are float32. Their order is that of a whole number, their key, which no NaN can break. NaN is found by its bits
+without the sign, which are above those of infinity. Shapes: n rows, V classes, G blocks.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
-
-from unembed.decoding._compiler import bits_of, compiled, float_of, prefetch, strict, widest
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 _WIDTH, _PIECE = 128, 1024  # values of a block, and of what is summed at once
 _AHEAD = 1024  # how far ahead of the first pass memory is asked for, as it takes twice as long else
@@ -26,20 +28,92 @@ _SMALL = _F(4e-38)  # weights below count as 0
 _NO_NUMBER = _I(0x7F800001)  # bits of magnitudes from here on are those of NaN
 
 
-@compiled
+_built: Any = intrinsic  # for a type checker, what it makes takes one argument less
+
+
+def _compiled(function: Any) -> Any:
+    """Without the lock of Python, sums in any order."""
+    return _made(function, "contract", "reassoc")
+
+
+def _strict(function: Any) -> Any:
+    """The same, with sums in the order that is written."""
+    return _made(function, "contract")
+
+
+def _made(function: Any, *liberties: str) -> Any:
+    """Kept on disk where there is a place for it."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(liberties)}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # numba found no folder that it may write to
+        return njit(**options)(function)
+
+
+@_built
+def _bits(_typing: Any, _x: Any) -> Any:
+    """A float32 as the whole number of its bits."""
+
+    def lower(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), lower
+
+
+@_built
+def _float(_typing: Any, _x: Any) -> Any:
+    """The float32 that has these bits."""
+
+    def lower(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), lower
+
+
+@_built
+def _prefetch(_typing: Any, row: Any, _index: Any) -> Any:
+    """Ask for the line of memory of an element, which may lie behind the end."""
+
+    def lower(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        call = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+        builder.call(call, [place, number(0), number(3), number(1)])  # to read, into all caches, data
+        return context.get_dummy_value()
+
+    return types.void(row, types.int64), lower
+
+
+@_built
+def _widest(_typing: Any) -> Any:
+    """Let the loops of the function it is called in use the widest registers there are: LLVM takes half of 512 bits.
+
+    The builder of LLVM's language knows no such attribute, and would refuse the name.
+    """
+
+    def lower(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), lower
+
+
+@_compiled
 def _key(x):
     """A whole number in the order of float32; its own inverse on bits. -0 becomes 0, as they are equal."""
-    bits = bits_of(x + _F(0.0))
+    bits = _bits(x + _F(0.0))
     return _I(bits ^ _I(_I(bits >> _I(31)) & _I(0x7FFFFFFF)))
 
 
-@compiled
+@_compiled
 def _value(key):
     """The float32 of a key."""
-    return float_of(_I(key ^ _I(_I(key >> _I(31)) & _I(0x7FFFFFFF))))
+    return _float(_I(key ^ _I(_I(key >> _I(31)) & _I(0x7FFFFFFF))))
 
 
-@strict
+@_strict
 def _exp(x):
     """e^x for x from -87 to 0, within 2 roundings; 1.6e-38 below.
 
@@ -56,19 +130,19 @@ def _exp(x):
     p = p * r + _F(0.1666651964187622)
     p = p * r + _F(0.4999999403953552)
     p = (p * r + _F(1.0)) * r + _F(1.0)
-    return float_of(_I(bits_of(p) + _I(bits_of(shifted) << _I(23))))
+    return _float(_I(_bits(p) + _I(_bits(shifted) << _I(23))))
 
 
-@compiled
+@_compiled
 def _scan(row, maxima):
     """Keys of the largest value of each block, the largest of them, and the largest bits without sign."""
     most, magnitude, full = _LEAST, _I(0), len(row) // _WIDTH
     for g in range(full):
         for line in range(0, _WIDTH, 16):
-            prefetch(row, g * _WIDTH + line + _AHEAD)
+            _prefetch(row, g * _WIDTH + line + _AHEAD)
         best = _LEAST
         for j in range(_WIDTH):
-            bits = bits_of(row[g * _WIDTH + j] + _F(0.0))
+            bits = _bits(row[g * _WIDTH + j] + _F(0.0))
             best = max(best, _I(bits ^ _I(_I(bits >> _I(31)) & _I(0x7FFFFFFF))))
             magnitude = max(magnitude, _I(bits & _I(0x7FFFFFFF)))
         maxima[g] = best
@@ -77,51 +151,54 @@ def _scan(row, maxima):
         best = _LEAST
         for j in range(full * _WIDTH, len(row)):
             best = max(best, _key(row[j]))
-            magnitude = max(magnitude, _I(bits_of(row[j]) & _I(0x7FFFFFFF)))
+            magnitude = max(magnitude, _I(_bits(row[j]) & _I(0x7FFFFFFF)))
         maxima[full] = best
         most = max(most, best)
     return most, magnitude
 
 
-@compiled
+@_compiled
 def _weight(x, peak, rate, low):
     """`exp((x - peak) rate)` where that is at least `low`, which is above all that `_exp` does not make; 0 else."""
     weight = _exp((x - peak) * rate)
     return weight if weight >= low else _F(0.0)
 
 
-@compiled
+@_compiled
 def _sum(row, start, count, peak, rate, low):
     """Of weights, in float32: for a block of them."""
-    widest()
+    _widest()
     total, block = _F(0.0), row[start : start + count]  # an index that could be negative would not be vectorised
     for j in range(count):
         total += _weight(block[j], peak, rate, low)
     return total
 
 
-@compiled
-def _sum_above(row, start, count, peak, rate, low, edge):
-    """The same of values above an edge."""
-    widest()
+@_compiled
+def _sum_above(row, start, count, peak, rate, low, own, equal):
+    """The same of values above one, or equal to it; a float just below would be lost where denormals are 0."""
+    _widest()
     total, block = _F(0.0), row[start : start + count]
-    for j in range(count):
-        weight = _weight(block[j], peak, rate, low)
-        total += weight if block[j] > edge else _F(0.0)
+    if equal:
+        for j in range(count):
+            total += _weight(block[j], peak, rate, low) if block[j] >= own else _F(0.0)
+    else:
+        for j in range(count):
+            total += _weight(block[j], peak, rate, low) if block[j] > own else _F(0.0)
     return total
 
 
-@compiled
+@_compiled
 def _exponentials(row, start, count, peak):
     """The sum of `exp(x - peak)` of a piece, in float32."""
-    widest()
+    _widest()
     total, piece = _F(0.0), row[start : start + count]
     for j in range(count):
         total += _exp(piece[j] - peak)
     return total
 
 
-@compiled
+@_compiled
 def _log_sum(row, peak):
     """The logarithm of the sum of `exp(x - peak)`; what weighs less than 1.6e-38 counts as that, and is lost in 1."""
     total, full = 0.0, len(row) // _PIECE
@@ -131,13 +208,13 @@ def _log_sum(row, peak):
     return math.log(max(total, 1.0))
 
 
-@compiled
+@_compiled
 def _least(peak, rate, low):
     """The key of a value that surely weighs less than `low`."""
     return _key(_F(np.float64(peak) + (math.log(low) - 0.01) / np.float64(rate)))
 
 
-@compiled
+@_compiled
 def _sums(row, maxima, sums, peak, rate, low):
     """Sums of blocks, and of all."""
     total, least, full = 0.0, _least(peak, rate, low), len(row) // _WIDTH
@@ -150,42 +227,44 @@ def _sums(row, maxima, sums, peak, rate, low):
     return total
 
 
-@compiled
+@_compiled
 def _sums_in_front(row, maxima, sums, peak, rate, low, own, bound):
     """The same of what is in front of a class: larger values, and equal ones of a lower index."""
-    total, below = 0.0, np.nextafter(own, _F(-np.inf))
-    least = max(_least(peak, rate, low), _key(own))
+    total, least = 0.0, max(_least(peak, rate, low), _key(own))
     for g in range(len(sums)):
         start = g * _WIDTH
         before, count = bound - start, len(row) - start
         if maxima[g] < least:
             sums[g] = 0.0
         elif count >= _WIDTH and (before <= 0 or before >= _WIDTH):
-            sums[g] = _sum_above(row, start, _WIDTH, peak, rate, low, own if before <= 0 else below)
+            sums[g] = _sum_above(row, start, _WIDTH, peak, rate, low, own, before > 0)
         else:
             count = min(count, _WIDTH)
             before = min(max(before, 0), count)
-            first = _sum_above(row, start, before, peak, rate, low, below)
-            sums[g] = first + _sum_above(row, start + before, count - before, peak, rate, low, own)
+            first = _sum_above(row, start, before, peak, rate, low, own, True)
+            sums[g] = first + _sum_above(row, start + before, count - before, peak, rate, low, own, False)
         total += sums[g]
     return total
 
 
-@compiled
+@_compiled
 def _inside(uniform, total):
     """A part of a total that is less than all of it."""
     return min(uniform * total, np.nextafter(total, 0.0))
 
 
-@compiled
+@_compiled
 def _place(row, sums, total, uniform, peak, rate, low, own, bound):
-    """The class at which the running sum passes a part of the whole: first its block, then itself."""
-    goal, running, block = _inside(uniform, total), 0.0, 0
+    """The class at which the running sum passes a part of the whole: first its block, then itself.
+
+    Sums in another order can be larger by rounding: where nothing passes, it is the last one that weighs anything.
+    """
+    goal, running, block = _inside(uniform, total), 0.0, -1
     for g in range(len(sums)):
-        running += sums[g]
-        if running > goal:
-            block = g
-            break
+        if sums[g] > 0:
+            block, running = g, running + sums[g]
+            if running > goal:
+                break
     start = block * _WIDTH
     stop = min(start + _WIDTH, len(row))
     weights, whole = np.empty(_WIDTH), 0.0
@@ -194,15 +273,16 @@ def _place(row, sums, total, uniform, peak, rate, low, own, bound):
         weights[j - start] = _weight(row[j], peak, rate, low) if kept else 0.0
         whole += weights[j - start]
     goal = _inside(max((goal - (running - sums[block])) / sums[block], 0.0), whole)
-    running = 0.0
+    running, found = 0.0, start
     for j in range(stop - start):
-        running += weights[j]
-        if running > goal:
-            return start + j
-    return -1  # not reached: the goal is less than the whole
+        if weights[j] > 0:
+            found, running = start + j, running + weights[j]
+            if running > goal:
+                break
+    return found
 
 
-@compiled
+@_compiled
 def _mixed(state):
     """The finaliser of SplitMix64."""
     state = (state ^ (state >> _U(30))) * _HASH[1]
@@ -210,7 +290,7 @@ def _mixed(state):
     return state ^ (state >> _U(31))
 
 
-@compiled
+@_compiled
 def _uniform(seed, place, attempt):
     """`unembed.ops.uniforms` of one row, for tokens."""
     state = _mixed(seed + _HASH[0])
@@ -219,7 +299,7 @@ def _uniform(seed, place, attempt):
     return (state >> _U(11)) * 2.0**-53
 
 
-@compiled
+@_compiled
 def _sink(heap, place, size, packed):
     """Put a number into a heap, whose least is in front, from a free place on downwards."""
     while True:
@@ -235,13 +315,13 @@ def _sink(heap, place, size, packed):
     heap[place] = packed
 
 
-@compiled
+@_compiled
 def _packed(key, index):
     """One number in the order of values, and of equal ones with the lower index in front."""
     return (np.int64(key) << 32) | (_LOW - index)
 
 
-@compiled
+@_compiled
 def _largest(row, maxima, k):
     """The k largest as packed numbers, the largest first.
 
@@ -271,31 +351,30 @@ def _largest(row, maxima, k):
     return heap
 
 
-@compiled
+@_compiled
 def _divisor(temperature):
     """A temperature that float32 can be divided by; 1 for infinity, at which scores are equal already."""
     return 1.0 if temperature == np.inf else max(temperature, _TINY)
 
 
-@compiled
-def _listed(row, maxima, sums, peak, asked, joint, uniform):
+@_compiled
+def _listed(row, maxima, sums, peak, t, k, part, least, joint, uniform):
     """A draw from the k largest: in their order, what top-k, top-p and min-p keep is a prefix, and so is the sum."""
-    t, k, top_p, min_p = _divisor(asked[0]), int(asked[1]), asked[2], asked[3]
     found = _largest(row, maxima, k)
     weights, total, last = np.empty(k), 0.0, -1
     for i in range(k):
         weights[i] = math.exp(np.float64(_value(_I(found[i] >> 32)) - peak) / t)
         if weights[i] > 0:
             total, last = total + weights[i], i
-    if top_p < np.inf:
+    if part < np.inf:
         heavy = _sums(row, maxima, sums, peak, _F(1.0 / t), _SMALL) if joint else total
         running, reached = 0.0, 0
         for i in range(last + 1):
-            if running < top_p * heavy:  # what is in front has not the mass
+            if running < part * heavy:  # what is in front has not the mass
                 reached = i
             running += weights[i]
         last = reached
-    while last > 0 and weights[last] < min_p:
+    while last > 0 and weights[last] < least:
         last -= 1
     whole = 0.0
     for i in range(last + 1):
@@ -309,13 +388,13 @@ def _listed(row, maxima, sums, peak, asked, joint, uniform):
     return _LOW - (found[place] & _LOW)
 
 
-@compiled
-def _from_all(row, maxima, sums, peak, asked, seed, place):
+@_compiled
+def _from_all(row, maxima, sums, peak, t, part, least, seed, place):
     """A draw from all, by rejection where top-p is asked (`unembed.decoding._draw_all`)."""
-    rate, low, limited = _F(1.0 / _divisor(asked[0])), max(_F(asked[3]), _SMALL), asked[2] < np.inf
+    rate, low, limited = _F(1.0 / t), max(_F(least), _SMALL), part < np.inf
     own, bound, attempt = _F(-np.inf), 0, 0
     total = _sums(row, maxima, sums, peak, rate, _SMALL if limited else low)
-    goal = asked[2] * total
+    goal = part * total
     if limited and low > _SMALL:
         total = _sums(row, maxima, sums, peak, rate, low)
     while True:
@@ -328,7 +407,7 @@ def _from_all(row, maxima, sums, peak, asked, seed, place):
             return drawn
 
 
-@compiled
+@_compiled
 def draw(rows, asked, joint, seeds, places, found):
     """A class a row into `found`; how many rows there are none for, as no score is finite, or one is NaN or +inf.
 
@@ -344,22 +423,24 @@ def draw(rows, asked, joint, seeds, places, found):
     blocks, failed = (rows.shape[1] + _WIDTH - 1) // _WIDTH, 0
     maxima, sums = np.empty(blocks, np.int32), np.empty(blocks)
     for i in range(len(rows)):
-        row, own = rows[i], asked[i if len(asked) > 1 else 0]
+        row, line = rows[i], i if len(asked) > 1 else 0
+        temperature, k, part, least = asked[line, 0], asked[line, 1], asked[line, 2], asked[line, 3]
         most, magnitude = _scan(row, maxima)
         peak, place = _value(most), places[i if len(places) > 1 else 0]
         if magnitude >= _NO_NUMBER or not -np.inf < peak < np.inf:
             found[i] = -1
             failed += 1
-        elif own[0] == 0:
+        elif temperature == 0:
             found[i] = _LOW - (_largest(row, maxima, 1)[0] & _LOW)
-        elif own[1] < len(row):
-            found[i] = _listed(row, maxima, sums, peak, own, joint, _uniform(seeds[i], place, 0))
+        elif k < len(row):
+            uniform, t = _uniform(seeds[i], place, 0), _divisor(temperature)
+            found[i] = _listed(row, maxima, sums, peak, t, int(k), part, least, joint, uniform)
         else:
-            found[i] = _from_all(row, maxima, sums, peak, own, seeds[i], place)
+            found[i] = _from_all(row, maxima, sums, peak, _divisor(temperature), part, least, seeds[i], place)
     return failed
 
 
-@compiled
+@_compiled
 def best(rows, ids, values, log_sums):
     """The k largest of each row in order, and `log sum exp(row - largest)` where it has a place.
 

@@ -33,7 +33,7 @@ def largest(x: Float[Tensor, "B V"], k: int) -> Largest:
 
     A value of the k largest lies in one of the k parts of the row whose maxima are the largest, if these differ.
     """
-    if _compiled.lists(x, k) and (found := _compiled.best(x, k)) is not None:
+    if _compiled.can_list(x, k) and (found := _compiled.best(x, k)) is not None:
         return Largest(torch.from_numpy(found.values), torch.from_numpy(found.ids))
     width = x.shape[-1]
     size = _size(width, k)

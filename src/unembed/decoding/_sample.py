@@ -62,7 +62,7 @@ def sample(
     noise = Noise.of(math.prod(scores.shape[:-1]), scores.device, seeds=seeds, positions=positions, generator=generator)
     wide = widened(scores.dtype)
     warm = _warm(scores if scores.dtype == wide else scores.to(wide), settings)
-    if _compiled.fits(warm) and (found := _compiled.draw(warm, settings, noise)) is not None:
+    if _compiled.can_draw(warm) and (found := _compiled.draw(warm, settings, noise)) is not None:
         return found
     rows = warm.detach().reshape(noise.rows, scores.shape[-1])
     return _drawn(rows, settings, noise).reshape(scores.shape[:-1])

@@ -58,7 +58,7 @@ class Settings:
         rows = max(len(one) if isinstance(one, Tensor) else 1 for one in columns)
         asked = np.empty((rows, len(columns)))
         for place, one in enumerate(columns):
-            asked[:, place] = one.squeeze(-1).cpu().numpy() if isinstance(one, Tensor) else one
+            asked[:, place] = one.detach().squeeze(-1).double().cpu().numpy() if isinstance(one, Tensor) else one
         return asked
 
 
@@ -73,6 +73,7 @@ def _checked(
     min_p: Number | None,
     joint: bool,
 ) -> Settings:
+    """Of numbers, or tensors with one number a row."""
     within("temperature", temperature, 0)
     if top_k is not None:
         whole("top_k", top_k, 1)
@@ -98,6 +99,7 @@ def _of_numbers(classes: int, **options: Any) -> Settings:
 
 
 def _column(name: str, value: Any, rows: int, device: torch.device | None) -> Any:
+    """A tensor beside the scores; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0:
@@ -109,12 +111,12 @@ def _column(name: str, value: Any, rows: int, device: torch.device | None) -> An
 
 def cooled(temperature: float | Tensor, rows: Tensor) -> tuple[float | Tensor, Tensor | None]:
     """A temperature that can be divided by, and where it was 0 if it is a tensor."""
-    tiny = torch.finfo(rows.dtype).tiny
+    least, most = torch.finfo(rows.dtype).tiny, torch.finfo(rows.dtype).max
     if not isinstance(temperature, Tensor):
-        return (1.0 if temperature in (0, math.inf) else max(temperature, tiny)), None
+        return (1.0 if temperature in (0, math.inf) else min(max(temperature, least), most)), None
     frozen = temperature == 0
     plain = frozen | (temperature == torch.inf)
-    return torch.where(plain, 1.0, temperature.to(rows.dtype)).clamp(min=tiny), frozen
+    return torch.where(plain, 1.0, temperature.to(rows.dtype)).clamp(least, most), frozen
 
 
 def part(top_p: float | Tensor, dtype: torch.dtype) -> float | Tensor:

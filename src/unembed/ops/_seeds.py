@@ -85,7 +85,7 @@ def generated(rows: int, device: torch.device, generator: torch.Generator | None
 
 def _random_words(rows: int, generator: torch.Generator | None) -> np.ndarray:
     """Seeds from a generator."""
-    origin = None if generator is None else generator.device
+    origin = "cpu" if generator is None else generator.device  # whatever the default device is
     drawn = torch.empty(rows, dtype=torch.int64, device=origin).random_(generator=generator)
     return drawn.numpy(force=True).view(np.uint64)
 
