@@ -210,7 +210,7 @@ def test_text_that_steers_a_terminal_reaches_it_as_escapes(capsys):
         (["x", "--strategy", "beam", "--returns", "9"], "--returns must be at most --beams, got 9 of 4."),
         (["x", "--xtc-probability", "0.1"], "--xtc-probability does nothing without --xtc, its threshold."),
         (["x", "--strategy", "greedy", "--returns", "2"], "--returns does nothing with strategy greedy"),
-        (["x", "--stop", ""], "--stop must be strings that are not empty"),
+        (["x", "--stop", ""], "--stop: expected a text, got an empty one"),
         (["x", "--strategy", "speculative"], "--strategy speculative needs --draft MODEL."),
         (["x", "--draft", "demo"], "--strategy greedy takes no --draft."),
         (["x", "--order", "transformers", "--top-n-sigma", "1"], "has no --top-n-sigma"),

@@ -30,6 +30,19 @@ pytestmark = pytest.mark.usefixtures("way")
 PENALTIES = (-1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 
 
+@pytest.fixture(scope="module")
+def toy(toy, way):
+    """In float32 where there is a compiled way for it."""
+    if way == "plain":
+        return toy
+
+    def made(*arguments, **options):
+        function = toy(*arguments, **options)
+        return lambda ids: function(ids).float()
+
+    return made
+
+
 def plan_of(prompts: Sequence[Sequence[int]], limit: int | Sequence[int], **options: Any) -> Plan:
     width = max(map(len, prompts))
     limits = [limit] * len(prompts) if isinstance(limit, int) else list(limit)
@@ -178,7 +191,9 @@ def test_a_row_is_the_row_alone_and_its_scores_are_true(*, toy, prompts, limits,
             own = scores.log_softmax(-1).gather(1, torch.tensor(one)[:, None]).squeeze(1)
             torch.testing.assert_close(together.log_probs[row, r, : len(one)], own.float())
             torch.testing.assert_close(together.drawn_log_probs[row, r, : len(one)], own.float())
-            torch.testing.assert_close(together.scores[row, r], own.sum() / len(one) ** penalty)
+            torch.testing.assert_close(
+                together.scores[row, r], own.double().sum() / len(one) ** penalty, rtol=1e-5, atol=1e-5
+            )
             assert bool((together.tokens[row, r, len(one) :] == 5).all())
             assert together.finish[row][r] == ("eos" if one[-1] == 2 else "length")
 
@@ -526,3 +541,24 @@ def test_with_a_cache_it_is_the_search_without_and_that_of_transformers_where_bo
         length = int(found.lengths[row, 0])
         assert theirs.sequences[0, len(prompt) : len(prompt) + length].tolist() == list(rows(found, row)[0])
         torch.testing.assert_close(theirs.sequences_scores[0].double(), found.scores[row, 0], atol=1e-6, rtol=1e-6)
+
+
+def test_a_search_that_finds_fewer_sequences_gives_as_many_as_there_are(toy):
+    """One prompt may only end, the other may not."""
+
+    def mask(history):
+        allowed = torch.ones(len(history.tokens), 5, dtype=torch.bool)
+        allowed[history.rows == 0] = torch.arange(5) == 2
+        allowed[history.rows == 1, 2] = False
+        return allowed
+
+    out = generate(toy(5, 1), [[1], [3]], strategy=Beam(3, returns=3), eos_ids=[2], mask=mask, max_new_tokens=2)
+    assert out.lengths.tolist() == [[1, 0, 0], [2, 2, 2]]
+    assert out.scores[0, 1:].tolist() == [-math.inf, -math.inf]
+    assert out.finish == [["eos"], ["length"] * 3]
+    assert [len(one) for one in out.sequences()] == [1, 2, 2, 2]
+
+
+def test_a_limit_that_no_number_can_be_raised_to_is_no_matter_below_zero(toy):
+    out = generate(toy(5, 1), [[1]], strategy=Beam(2, length_penalty=-20.0), eos_ids=range(5), max_new_tokens=2**62)
+    assert out.finish == [["eos"]]

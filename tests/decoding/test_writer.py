@@ -190,5 +190,9 @@ def test_sequences_come_without_padding(toy):
     out = generate(toy(5, 1), [[1], [2], [3]], max_new_tokens=[2, 6, 4], pad_id=0)
     assert [len(one) for one in out.sequences()] == [2, 6, 4] == [len(one) for one in out.sequence_log_probs()]
     assert out.sequences()[2] == out.tokens[2, 0, :4].tolist()
+    none_for_the_second = generate(
+        toy(5, 1), [[1], [2]], mask=lambda history: (history.rows != 1)[:, None].expand(-1, 5), max_new_tokens=2
+    )
+    assert [len(one) for one in none_for_the_second.sequences()] == [2, 0]
     whole = sum(map(sum, out.sequence_log_probs())) / 12
     assert math.isclose(metrics.perplexity(out.sequence_log_probs()), math.exp(-whole), rel_tol=1e-6)

@@ -115,7 +115,7 @@ def _show(rows: list[dict[str, Any]], start: int, *, alone: bool) -> None:
 
 def _sequences(found: Generation) -> list[list[dict[str, Any]]]:
     """What was written for each prompt, as JSON types."""
-    rows = []
+    rows, perturbed = [], found.extra.get("perturbed_log_probs")
     for b, finishes in enumerate(found.finish):
         own = []
         for r, finish in enumerate(finishes):
@@ -128,6 +128,8 @@ def _sequences(found: Generation) -> list[list[dict[str, Any]]]:
                 "log_probs": found.log_probs[b, r, :count].tolist(),
                 "drawn_log_probs": found.drawn_log_probs[b, r, :count].tolist(),
             }
+            if perturbed is not None:
+                one["perturbed_log_prob"] = float(perturbed[b, r])  # what stochastic beams are in the order of
             own.append(one)
         rows.append(own)
     return rows

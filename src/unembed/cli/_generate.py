@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unembed.cli import _study
 from unembed.cli._options import real, whole, with_flags
+from unembed.cli._output import say
 
 if TYPE_CHECKING:
     from unembed.experiments import Decoder
@@ -53,7 +55,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--strategy", choices=STRATEGIES, help="how tokens are chosen (greedy; sample with an option of sampling)"
     )
     group.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N", help="tokens at most (64)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
+    group.add_argument(
+        "--stop", action="append", default=[], type=_some, metavar="TEXT", help="end before this; repeatable"
+    )
     group.add_argument("--seed", type=whole(0, 2**31 - 1), default=0, metavar="N", help="seed of all draws (0)")
     group.add_argument("--beams", type=whole(1), metavar="N", help="hypotheses of beam and stochastic-beam (4)")
     group.add_argument("--length-penalty", type=real(-20, 20), metavar="P", help="beams compare log p / length^P (1)")
@@ -61,6 +65,13 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--alpha", type=real(0, 1), metavar="A", help="degeneration penalty of contrastive (0.6)")
     group.add_argument("--draft", metavar="MODEL", help="draft model of speculative")
     group.add_argument("--lookahead", type=whole(1), metavar="N", help="tokens that the draft writes at a time (4)")
+
+
+def _some(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a text, got an empty one")
+    return text
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +141,8 @@ def _generate(options: argparse.Namespace) -> int:
         if options.json.is_dir():
             raise InputError(f"--json {options.json}: expected a file, got a folder.")
         check_writable(options.json.parent, "--json")
+    if sys.stderr.isatty():
+        say(f"opening {options.model}")
     model, tokenizer = _opened(options.model, options)
     draft = None if options.draft is None else _opened(options.draft, options)[0]
     rows = _continue.written(model, tokenizer, prompts, decoder, options, draft=draft)
@@ -147,7 +160,10 @@ def _decoder(options: argparse.Namespace) -> Decoder:
     if strategy is None:
         strategy = "sample" if any(given[name] is not None for name in _DRAWING) else "greedy"
     try:
-        return Decoder(strategy, **given)
+        decoder = Decoder(strategy, **given)
+        if strategy != "speculative":
+            decoder.arguments()  # what is wrong is told before the model is opened
+        return decoder
     except InputError as error:
         raise InputError(with_flags(str(error), vars(options))) from None
 

@@ -16,16 +16,19 @@ Finish = Literal["eos", "stop", "length", "dead end"]
 
 @dataclass(frozen=True)
 class Generation:
-    """Sequences that were written, without their prompts; the best first where there are several a prompt.
+    """Sequences that were written, without their prompts; of beams the best first, of stochastic beams as drawn.
+
+    R is the most sequences that a prompt has: a search may find fewer than were asked for.
 
     Args:
         tokens: Tokens, the one that ended a sequence included, `pad_id` after it.
         lengths: Tokens of each sequence; 0 where a search found fewer sequences than were asked for.
         log_probs: Log-probability of each token under the model's scores as they are: no temperature, no filter.
         drawn_log_probs: The same under the distribution that the strategy chose from, after filters and masks.
-        scores: What the strategy ranks by: the sum of `drawn_log_probs` over a power of the length for beams; the sum
-            alone elsewhere.
-        finish: Why each sequence ended: `eos`, `stop` (a stop string), `length`, or `dead end` (nothing allowed).
+        scores: The sum of `drawn_log_probs`, over a power of the length for `Beam`, which ranks by it; `-inf` where
+            there is no sequence.
+        finish: Why each sequence ended: `eos`, `stop` (a stop string), `length`, or `dead end` (nothing allowed); of
+            each prompt as many as it has sequences, and so are `texts`.
         texts: With a tokenizer: the text of each sequence, cut in front of its stop string.
         alternative_ids: The most probable tokens at each place, under the model's scores as they are.
         alternative_log_probs: Their log-probabilities.
@@ -44,7 +47,7 @@ class Generation:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def sequences(self) -> list[list[int]]:
-        """Tokens of every sequence, prompt by prompt, without padding: what `metrics` take."""
+        """Tokens of every sequence, prompt by prompt, without padding; a dead end may have none. `metrics` take it."""
         return [row[:length] for row, length in self._rows(self.tokens)]
 
     def sequence_log_probs(self) -> list[list[float]]:
@@ -52,5 +55,5 @@ class Generation:
         return [row[:length] for row, length in self._rows(self.log_probs)]
 
     def _rows(self, table: Tensor) -> list[tuple[list[Any], int]]:
-        pairs = zip(table.flatten(0, 1).tolist(), self.lengths.flatten().tolist(), strict=True)
-        return [(row, length) for row, length in pairs if length]
+        both = zip(table.tolist(), self.lengths.tolist(), self.finish, strict=True)
+        return [pair for own, lengths, finish in both for pair in zip(own[: len(finish)], lengths, strict=False)]

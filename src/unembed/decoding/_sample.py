@@ -54,10 +54,9 @@ def sample(
         ValueError: If a parameter is out of range or does not fit, both `seeds` and `generator` are given, or a row has
             no finite score, or one of NaN or +inf.
     """
-    if not scores.is_floating_point() or scores.ndim < 1 or scores.shape[-1] < 1:
-        raise ValueError(
-            f"`scores` must be floating point [*, V] with V >= 1, got {scores.dtype} {tuple(scores.shape)}."
-        )
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim < 1 or scores.shape[-1] < 1:
+        came = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"`scores` must be floating point, a tensor [*, V] with V >= 1, got {came}.")
     settings = Settings.of(scores, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
     noise = Noise.of(math.prod(scores.shape[:-1]), scores.device, seeds=seeds, positions=positions, generator=generator)
     wide = widened(scores.dtype)

@@ -67,7 +67,9 @@ def words(name: str, numbers: Any) -> np.ndarray:
     if isinstance(numbers, Tensor):
         numbers = numbers.detach().cpu().numpy()
     if isinstance(numbers, np.ndarray):
-        if numbers.ndim == 1 and numbers.dtype.kind in "iu":
+        if numbers.ndim != 1:
+            raise ValueError(f"`{name}` must be whole numbers of 64 bits, one a row, got an array {numbers.shape}.")
+        if numbers.dtype.kind in "iu":
             return numbers.astype(np.int64 if numbers.dtype.kind == "i" else np.uint64).view(np.uint64)
     else:
         found = list(numbers) if isinstance(numbers, Iterable) else [None]
@@ -126,6 +128,8 @@ class Noise:
         Raises:
             ValueError: If `positions` come without `seeds`, or `seeds` with a generator, or their number does not fit.
         """
+        if not isinstance(generator, torch.Generator | None):
+            raise ValueError(f"`generator` must be a torch.Generator, got {generator!r:.80}.")
         if seeds is None:
             if positions is not None:
                 raise ValueError("`positions` count the draws of `seeds`: give both.")

@@ -45,7 +45,7 @@ def within(name: str, value: Number, least: float = -math.inf, most: float = mat
         ValueError: If it is no number, or it or one of its entries is NaN or outside.
     """
     if not isinstance(value, (Real, Tensor)):
-        raise ValueError(f"`{name}` must be a number or a tensor, got {value!r:.80}.")
+        raise ValueError(f"`{name}` must be a number, or a tensor with one a row, got {value!r:.80}.")
     if isinstance(value, Tensor):
         low = value > least if strict else value >= least
         holds, shown = bool((low & (value <= most)).all()), str(value.tolist())
@@ -65,7 +65,8 @@ def whole(name: str, value: Number, least: int) -> None:
     """
     integers = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
     if not (integers or is_whole(value)):
-        raise ValueError(f"`{name}` must be whole, got {value!r:.80}.")
+        hint = "; give a tensor for one a row" if isinstance(value, list | tuple) else ""
+        raise ValueError(f"`{name}` must be whole, got {value!r:.80}{hint}.")
     within(name, value, least)
 
 
