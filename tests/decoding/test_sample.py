@@ -375,6 +375,6 @@ def test_scores_must_be_rows_of_floats():
     for scores in (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 0), torch.tensor(1.0), np.zeros((2, 3)), [1.0]):
         with pytest.raises(ValueError, match="`scores` must be floating point"):
             sample(scores)
-    with pytest.raises(ValueError, match="`generator` must be a torch.Generator, got 3"):
+    with pytest.raises(ValueError, match=r"`generator` must be a torch\.Generator, got 3"):
         sample(torch.zeros(2, 3), generator=3)
     assert decoding.sample is sample

@@ -63,33 +63,43 @@ class Going(NamedTuple):
     tokens: Int[np.ndarray, " m"]
 
 
-class _Tokens(NamedTuple):
-    """Chosen tokens: the hypothesis that each comes after, among those of the length before."""
+class _Token(NamedTuple):
+    """A token, and the hypothesis that it comes after, among those of the length before."""
 
-    rows: Int[np.ndarray, " m"]
-    tokens: Int[np.ndarray, " m"]
-    log_probs: Float[np.ndarray, " m"]
-    drawn_log_probs: Float[np.ndarray, " m"]
+    row: int
+    token: int
+    log_prob: float
+    drawn_log_prob: float
+    alternatives: Alternatives | None
+
+
+class _Level(NamedTuple):
+    """The running hypotheses of one length: of each its last token, in the form of `_Token`."""
+
+    rows: Int[np.ndarray, " n"]
+    tokens: Int[np.ndarray, " n"]
+    log_probs: Float[np.ndarray, " n"]
+    drawn_log_probs: Float[np.ndarray, " n"]
     alternatives: Sequence[Alternatives | None]
 
-    def at(self, places: np.ndarray) -> _Tokens:
-        """Some of them."""
-        return _Tokens(
-            self.rows[places],
-            self.tokens[places],
-            self.log_probs[places],
-            self.drawn_log_probs[places],
-            [self.alternatives[i] for i in places.tolist()],
+    def at(self, place: int) -> _Token:
+        """One of them."""
+        return _Token(
+            int(self.rows[place]),
+            int(self.tokens[place]),
+            float(self.log_probs[place]),
+            float(self.drawn_log_probs[place]),
+            self.alternatives[place],
         )
 
 
 class _Kept(NamedTuple):
-    """A sequence to return: its score, why it ended, how many lengths come before its last token, and that."""
+    """A sequence to return: its score, why it ended, how many tokens come before its last one, and that."""
 
     score: float
     finish: Finish
     before: int
-    last: _Tokens
+    last: _Token
 
 
 @dataclass(eq=False)
@@ -104,7 +114,7 @@ class BeamSearch:
     returns: int
     owner: Int[np.ndarray, " n"] = field(init=False)  # the prompt of each hypothesis
     total: Float[np.ndarray, " n"] = field(init=False)  # its sum of log-probabilities
-    levels: list[_Tokens] = field(default_factory=list, init=False)
+    levels: list[_Level] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         prompts = len(self.plan.prompts)
@@ -145,22 +155,30 @@ class BeamSearch:
         self._end(step, length)
         if self.early_stopping:
             self._count(step)
-        own, owner = _chosen(step.found, rows, columns), self.owner[rows]
-        total = self.total[rows] + own.drawn_log_probs
+        found, owner = step.found, self.owner[rows]
+        total = self.total[rows] + found.drawn_log_probs[rows, columns]
         ended = step.stopped | (self._limits[owner] == length)
         for i in np.flatnonzero(ended).tolist():
-            finish: Finish = "stop" if step.stopped[i] else "length"
-            self._keep(int(owner[i]), float(total[i]), finish, own.at(np.array([i])))
+            last = _token(found, int(rows[i]), int(columns[i]))
+            self._keep(int(owner[i]), float(total[i]), "stop" if step.stopped[i] else "length", last)
         going = np.flatnonzero(~ended)
         going = going[self._hopeful(owner[going], total[going], length)]
+        rows, columns = rows[going], columns[going]
+        own = _Level(
+            rows,
+            found.tokens[rows, columns],
+            found.log_probs[rows, columns],
+            found.drawn_log_probs[rows, columns],
+            [found.alternatives[row] for row in rows.tolist()],
+        )
+        self.levels.append(own)
         self.owner, self.total, self._texts = owner[going], total[going], [step.texts[i] for i in going if step.texts]
-        self.levels.append(own.at(going))
-        return Going(self.levels[-1].rows, self.levels[-1].tokens)
+        return Going(rows, own.tokens)
 
     def found(self) -> list[list[Written]]:
         """The sequences of each prompt to return, the best first; dead ends where there is nothing else."""
         both = zip(self._kept, self._dead, strict=True)
-        return [[self._written(one) for one in (kept or dead[: self.returns])] for kept, dead in both]
+        return [[self._written(one) for one in (kept or dead)] for kept, dead in both]
 
     def _read(self, found: Candidates, cost: np.ndarray, ends: int, order: np.ndarray) -> Step:
         """A step whose candidates are read one by one until `width` of them hold no stop string."""
@@ -194,15 +212,14 @@ class BeamSearch:
         for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
             prompt = int(self.owner[row])
             if scores[row, column] > self._worst[prompt]:
-                last = _chosen(step.found, np.array([row]), np.array([column]))
-                self._keep(prompt, -float(step.last[row, column]), "eos", last)
+                self._keep(prompt, -float(step.last[row, column]), "eos", _token(step.found, row, column))
         cheapest = step.cost.min(1)
         if cheapest.max() < math.inf:
             return
         for row in np.flatnonzero(cheapest == math.inf).tolist():
             score = float(self.total[row]) * self._factor(max(length - 1, 1))
             dead = self._dead[int(self.owner[row])]
-            dead.append(_Kept(score, "dead end", length - 1, _chosen(step.found, np.array([row]), np.array([0]))))
+            dead.append(_Kept(score, "dead end", length - 1, _token(step.found, row, 0)))
             dead.sort(key=lambda one: -one.score)
             del dead[self.returns :]
 
@@ -221,7 +238,7 @@ class BeamSearch:
         hope = best * factor > self._worst[owner]
         return hope & (self._ended[owner] < self.width) if self.early_stopping else hope
 
-    def _keep(self, prompt: int, total: float, finish: Finish, last: _Tokens) -> None:
+    def _keep(self, prompt: int, total: float, finish: Finish, last: _Token) -> None:
         """Take a sequence among the best ones, if it is one; of equal ones the first found stays in front."""
         before, kept = len(self.levels), self._kept[prompt]
         score = total * self._factor(before + 1)
@@ -238,28 +255,27 @@ class BeamSearch:
 
     def _written(self, kept: _Kept) -> Written:
         """The sequence that ends there."""
-        path, row = [] if kept.finish == "dead end" else [(kept.last, 0)], int(kept.last.rows[0])
+        path, row = [] if kept.finish == "dead end" else [kept.last], kept.last.row
         for level in self.levels[: kept.before][::-1]:
-            path.append((level, row))
-            row = int(level.rows[row])
+            path.append(level.at(row))
+            row = path[-1].row
         path.reverse()
-        others = [one.alternatives[i] for one, i in path]
         return Written(
-            tokens=[int(one.tokens[i]) for one, i in path],
-            log_probs=[float(one.log_probs[i]) for one, i in path],
-            drawn_log_probs=[float(one.drawn_log_probs[i]) for one, i in path],
-            alternatives=[one for one in others if one is not None],
+            tokens=[one.token for one in path],
+            log_probs=[one.log_prob for one in path],
+            drawn_log_probs=[one.drawn_log_prob for one in path],
+            alternatives=[one.alternatives for one in path if one.alternatives is not None],
             finish=kept.finish,
             score=kept.score,
         )
 
 
-def _chosen(found: Candidates, rows: np.ndarray, columns: np.ndarray) -> _Tokens:
-    """Candidates of some hypotheses, and nothing of the others: the search keeps them."""
-    return _Tokens(
-        rows,
-        found.tokens[rows, columns],
-        found.log_probs[rows, columns],
-        found.drawn_log_probs[rows, columns],
-        [found.alternatives[row] for row in rows.tolist()],
+def _token(found: Candidates, row: int, column: int) -> _Token:
+    """One of the candidates."""
+    return _Token(
+        row,
+        int(found.tokens[row, column]),
+        float(found.log_probs[row, column]),
+        float(found.drawn_log_probs[row, column]),
+        found.alternatives[row],
     )

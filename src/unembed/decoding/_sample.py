@@ -57,6 +57,8 @@ def sample(
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim < 1 or scores.shape[-1] < 1:
         came = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"`scores` must be floating point, a tensor [*, V] with V >= 1, got {came}.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"`generator` must be a torch.Generator, got {generator!r:.80}.")
     settings = Settings.of(scores, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
     noise = Noise.of(math.prod(scores.shape[:-1]), scores.device, seeds=seeds, positions=positions, generator=generator)
     wide = widened(scores.dtype)

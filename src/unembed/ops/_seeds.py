@@ -128,8 +128,6 @@ class Noise:
         Raises:
             ValueError: If `positions` come without `seeds`, or `seeds` with a generator, or their number does not fit.
         """
-        if not isinstance(generator, torch.Generator | None):
-            raise ValueError(f"`generator` must be a torch.Generator, got {generator!r:.80}.")
         if seeds is None:
             if positions is not None:
                 raise ValueError("`positions` count the draws of `seeds`: give both.")
