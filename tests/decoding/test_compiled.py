@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unembed.decoding import Beam, _compiled, generate, sample
+from unembed.decoding import Beam, _beam_search, _compiled, generate, sample
 from unembed.ops import Stream, uniforms
 
 pytest.importorskip("numba")
@@ -289,6 +289,48 @@ def test_beams_are_those_of_the_plain_way(plainly, toy, penalty):
     assert found.finish == wanted.finish
     torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    shape=st.tuples(st.integers(0, 2), st.integers(1, 9)),
+    width=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_the_best_of_each_prompt_are_those_of_a_sort(sizes, shape, width, seed):
+    random, ends = np.random.default_rng(seed), shape[0]
+    owner = np.repeat(np.arange(len(sizes)) * 3, sizes)
+    cost = random.integers(0, 6, (len(owner), sum(shape))).astype(float)
+    cost[:, ends:].sort(axis=1)
+    cost[random.random(cost.shape) < 0.2] = INF  # ends among the best tokens, and what is not allowed
+    rows, columns = _compiled.ranked(cost, ends, owner, width)
+    for found, other in zip((rows, columns), _beam_search._ranked(cost, ends, owner, width), strict=True):
+        assert found.tolist() == other.tolist()
+    worst = random.integers(-4, 1, owner[-1] + 1).astype(float)
+    both = [one._ends_above if one is _beam_search else one.ends_above for one in (_beam_search, _compiled)]
+    above, others = (one(cost, ends, 0.5, worst, owner) for one in both)
+    assert [one.tolist() for one in above] == [one.tolist() for one in others]
+    tokens, total = random.integers(0, 9, cost.shape), random.random(len(cost))
+    (one, alive), (other, lives) = (f(total, -cost, tokens, ends) for f in (_compiled.costs, _beam_search._costs))
+    assert np.array_equal(one, other)
+    assert alive == lives
+    wanted = []
+    for one in np.unique(owner):
+        own = [(cost[i, j], i, j) for i in np.flatnonzero(owner == one) for j in range(ends, sum(shape))]
+        wanted += sorted(each for each in own if each[0] < INF)[:width]
+    assert list(zip(rows, columns, strict=True)) == [(i, j) for _, i, j in wanted]
+
+
+def test_log_probabilities_of_some_classes():
+    scores = scores_of(4, 300, 8) + 1e4
+    found = _compiled.best(scores, 3, sums=True)
+    ids = np.array([[5, 299, 0, 5]] * 4)
+    peaks, sums = torch.from_numpy(found.values[:, :1]), torch.from_numpy(found.log_sums[:, None])
+    own = _compiled.log_probs(scores, ids, peaks, sums)
+    exact = torch.log_softmax(scores.double(), -1).gather(1, torch.from_numpy(ids))
+    torch.testing.assert_close(torch.from_numpy(own), exact, rtol=1e-6, atol=1e-6)
+    assert (_compiled.log_probs(scores, ids, peaks - 1, 0 * sums) <= 0).all()
 
 
 def test_functions_are_compiled_where_nothing_can_be_kept(monkeypatch):

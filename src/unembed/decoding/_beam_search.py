@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from unembed.decoding import _compiled
 from unembed.decoding._endings import Endings
 from unembed.decoding._generation import Finish
 from unembed.decoding._hypotheses import Alternatives, Candidates
@@ -29,6 +30,7 @@ class Step(NamedTuple):
         found: Candidates.
         cost: Of candidates: the sum of log-probabilities, negative; infinite is excluded.
         ends: The first so many columns of them are the ends, the others the best of all.
+        alive: Whether each hypothesis has a candidate.
         rows: Of each prompt the best that are no end, up to the last one that can go on: what they come after.
         columns: Where they are among the candidates.
         stopped: Whether they hold a stop string.
@@ -39,6 +41,7 @@ class Step(NamedTuple):
     found: Candidates
     cost: Float[np.ndarray, "n E+K"]
     ends: int
+    alive: bool
     rows: Int[np.ndarray, " m"]
     columns: Int[np.ndarray, " m"]
     stopped: Bool[np.ndarray, " m"]
@@ -135,19 +138,12 @@ class BeamSearch:
             found: Candidates of all hypotheses.
             ends: The first so many columns are the ends, the others the best of all.
         """
-        cost = -(self.total[:, None] + found.drawn_log_probs)
-        further = cost[:, ends:]
-        if ends:
-            further[(found.tokens[:, ends:, None] == found.tokens[:1, None, :ends]).any(-1)] = math.inf
-        flat, owners = further.ravel(), np.repeat(self.owner, further.shape[1])
-        order = np.lexsort((flat, owners))  # stable: equal ones in the order of hypotheses, then of ids
-        order = order[flat[order] < math.inf]
+        fast = _compiled.kernels() is not None
+        cost, alive = (_compiled.costs if fast else _costs)(self.total, found.drawn_log_probs, found.tokens, ends)
         if self.plan.stop:
-            return self._read(found, cost, ends, order)
-        owners = owners[order]
-        chosen = order[np.arange(order.size) - owners.searchsorted(owners) < self.width]
-        rows, columns = np.divmod(chosen, further.shape[1])
-        return Step(found, cost, ends, rows, columns + ends, np.zeros(rows.size, dtype=bool), [], False)
+            return self._read(found, cost, ends, alive)
+        rows, columns = (_compiled.ranked if fast else _ranked)(cost, ends, self.owner, self.width)
+        return Step(found, cost, ends, alive, rows, columns, np.zeros(rows.size, dtype=bool), [], False)
 
     def advance(self, step: Step) -> Going:
         """Go one token on; the hypotheses that go on then."""
@@ -180,9 +176,10 @@ class BeamSearch:
         both = zip(self._kept, self._dead, strict=True)
         return [[self._written(one) for one in (kept or dead)] for kept, dead in both]
 
-    def _read(self, found: Candidates, cost: np.ndarray, ends: int, order: np.ndarray) -> Step:
+    def _read(self, found: Candidates, cost: np.ndarray, ends: int, alive: bool) -> Step:
         """A step whose candidates are read one by one until `width` of them hold no stop string."""
         further, chosen, texts, short = cost[:, ends:], [], [], False
+        order = _in_order(further, self.owner)
         for prompt in np.unique(self.owner).tolist():
             own, going, fresh = order[self.owner[order // further.shape[1]] == prompt].tolist(), 0, len(chosen)
             for place in own:
@@ -202,21 +199,18 @@ class BeamSearch:
                 short |= bool((more & (left == 0) & (self.owner == prompt)).any())
         rows, columns = np.divmod(np.array(chosen, dtype=np.int64), further.shape[1])
         stopped = np.array([one.stopped for one in texts], dtype=bool)
-        return Step(found, cost, ends, rows, columns + ends, stopped, texts, short)
+        return Step(found, cost, ends, alive, rows, columns + ends, stopped, texts, short)
 
     def _end(self, step: Step, length: int) -> None:
         """Keep the ends that are among the best sequences, and what nothing is allowed after."""
-        scores = -step.last * self._factor(length)
-        rows, columns = (scores > self._worst[self.owner][:, None]).nonzero()
-        order = (-scores[rows, columns]).argsort(kind="stable")
-        for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
-            prompt = int(self.owner[row])
-            if scores[row, column] > self._worst[prompt]:
-                self._keep(prompt, -float(step.last[row, column]), "eos", _token(step.found, row, column))
-        cheapest = step.cost.min(1)
-        if cheapest.max() < math.inf:
+        above = _ends_above if _compiled.kernels() is None else _compiled.ends_above
+        rows, columns = above(step.cost, step.ends, self._factor(length), self._worst, self.owner)
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            last = _token(step.found, row, column)
+            self._keep(int(self.owner[row]), -float(step.cost[row, column]), "eos", last)
+        if step.alive:
             return
-        for row in np.flatnonzero(cheapest == math.inf).tolist():
+        for row in np.flatnonzero(step.cost.min(1) == math.inf).tolist():
             score = float(self.total[row]) * self._factor(max(length - 1, 1))
             dead = self._dead[int(self.owner[row])]
             dead.append(_Kept(score, "dead end", length - 1, _token(step.found, row, 0)))
@@ -268,6 +262,41 @@ class BeamSearch:
             finish=kept.finish,
             score=kept.score,
         )
+
+
+def _costs(
+    total: np.ndarray, drawn: np.ndarray, tokens: np.ndarray, ends: int
+) -> tuple[Float[np.ndarray, "n c"], bool]:
+    """`_compiled.costs` without numba."""
+    cost = -(total[:, None] + drawn)
+    cost[:, ends:][(tokens[:, ends:, None] == tokens[:, None, :ends]).any(-1)] = math.inf
+    return cost, bool(cost.min(1).max() < math.inf)
+
+
+def _ends_above(
+    cost: np.ndarray, ends: int, factor: float, worst: np.ndarray, owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`_compiled.ends_above` without numba."""
+    scores = -cost[:, :ends] * factor
+    rows, columns = (scores > worst[owner][:, None]).nonzero()
+    order = (-scores[rows, columns]).argsort(kind="stable")
+    return rows[order], columns[order]
+
+
+def _ranked(cost: np.ndarray, ends: int, owner: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`_compiled.ranked` without numba."""
+    further = cost[:, ends:]
+    order = _in_order(further, owner)
+    owners = owner[order // further.shape[1]]
+    order = order[np.arange(order.size) - owners.searchsorted(owners) < width]
+    return order // further.shape[1], order % further.shape[1] + ends
+
+
+def _in_order(cost: np.ndarray, owner: np.ndarray) -> Int[np.ndarray, " m"]:
+    """Flat places of finite costs, owner by owner, the least first, equal ones as they come."""
+    flat = cost.ravel()
+    order = np.lexsort((flat, np.repeat(owner, cost.shape[1])))  # stable
+    return order[flat[order] < math.inf]
 
 
 def _token(found: Candidates, row: int, column: int) -> _Token:

@@ -104,6 +104,41 @@ def best(rows: Float[Tensor, "n V"], k: int, *, sums: bool = False) -> Best | No
     return found if max(_split(some, scores)) <= (0 if sums else 1) else None
 
 
+def log_probs(
+    rows: Float[Tensor, "n V"], ids: Int[np.ndarray, "n k"], peaks: Float[Tensor, "n 1"], sums: Float[Tensor, "n 1"]
+) -> Float[np.ndarray, "n k"]:
+    """Of some classes of scores that there is a compiled way for: `row - peak - sum`, at most 0."""
+    found = np.empty(ids.shape)
+    kernels().log_probs(_rows(rows), ids, peaks.numpy(), sums.double().numpy(), found)
+    return found
+
+
+def costs(
+    total: Float[np.ndarray, " n"], drawn: Float[np.ndarray, "n c"], tokens: Int[np.ndarray, "n c"], ends: int
+) -> tuple[Float[np.ndarray, "n c"], bool]:
+    """Sums of log-probabilities, negative, infinite for ends beyond column `ends`; whether each row has a finite one."""
+    found = np.empty_like(drawn)
+    return found, kernels().costs(total, drawn, tokens, ends, found)
+
+
+def ends_above(
+    cost: Float[np.ndarray, "n c"], ends: int, factor: float, worst: Float[np.ndarray, " B"], owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of ends whose score is above the worst of their owner, the best first."""
+    rows, columns = np.empty((2, len(cost) * ends), np.int64)
+    count = kernels().ends_above(cost, ends, factor, worst, owner, rows, columns)
+    return rows[:count], columns[:count]
+
+
+def ranked(
+    cost: Float[np.ndarray, "n c"], ends: int, owner: Int[np.ndarray, " n"], width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the `width` least costs of each owner, in order; those of a row grow from `ends` on."""
+    rows, columns = np.empty((2, min(len(owner) * width, cost.size)), np.int64)
+    count = kernels().ranked(cost, ends, owner, width, rows, columns)
+    return rows[:count], columns[:count]
+
+
 def _rows(scores: Float[Tensor, "*b V"]) -> np.ndarray:
     """Scores with the classes side by side."""
     if scores.requires_grad or scores.is_neg():

@@ -143,6 +143,8 @@ class Normalised(NamedTuple):
 
     def log_probs(self, ids: Int[np.ndarray, "n k"]) -> Float[np.ndarray, "n k"]:
         """Of some tokens in float64; `-inf` where nothing is allowed, and never above 0 by rounding."""
+        if _compiled.can_draw(self.scores):
+            return _compiled.log_probs(self.scores, ids, self.peak, self.log_sum)
         if self.scores.is_cpu:
             own = self.scores.detach().numpy()[np.arange(len(ids))[:, None], ids]
         else:

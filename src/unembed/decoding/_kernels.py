@@ -462,3 +462,75 @@ def best(rows, ids, values, log_sums):
         elif len(log_sums):
             log_sums[i] = _log_sum(row, _value(most))
     return found
+
+
+@_compiled
+def log_probs(rows, ids, peaks, log_sums, found):
+    """Of some classes of each row into `found`: `row - peak - log_sum`, and never above 0 by rounding."""
+    for i in range(len(ids)):
+        for j in range(ids.shape[1]):
+            found[i, j] = min(np.float64(rows[i, ids[i, j]] - peaks[i, 0]) - log_sums[i, 0], 0.0)
+
+
+@_compiled
+def costs(total, drawn, tokens, ends, found):
+    """The sum of log-probabilities with each candidate, negative; infinite for what is an end beyond column `ends`.
+
+    Returns:
+        Whether each row has a finite one.
+    """
+    alive = True
+    for i in range(len(drawn)):
+        any_finite = False
+        for j in range(drawn.shape[1]):
+            own = -(total[i] + drawn[i, j])
+            for e in range(ends if j >= ends else 0):
+                if tokens[i, j] == tokens[i, e]:
+                    own = np.inf
+            found[i, j] = own
+            any_finite |= own < np.inf
+        alive &= any_finite
+    return alive
+
+
+@_compiled
+def ends_above(cost, ends, factor, worst, owner, rows, columns):
+    """Where ends are whose score is above the worst of their owner, the best first; how many there are."""
+    count = 0
+    for i in range(len(cost)):
+        for j in range(ends):
+            own = -cost[i, j] * factor
+            if own > worst[owner[i]]:
+                place, count = count, count + 1
+                while place > 0 and -cost[rows[place - 1], columns[place - 1]] * factor < own:
+                    rows[place], columns[place] = rows[place - 1], columns[place - 1]
+                    place -= 1
+                rows[place], columns[place] = i, j
+    return count
+
+
+@_compiled
+def ranked(cost, ends, owner, width, rows, columns):
+    """Where the `width` least costs of each owner are, in order, equal ones as they come; how many there are.
+
+    Those of a row grow, but for infinite ones, from column `ends` on.
+    """
+    count, first = 0, 0
+    while first < len(owner):
+        start, size, after = count, 0, first
+        while after < len(owner) and owner[after] == owner[first]:
+            for j in range(ends, cost.shape[1]):
+                own = cost[after, j]
+                if own == np.inf:
+                    continue
+                if size == width and own >= cost[rows[start + size - 1], columns[start + size - 1]]:
+                    break
+                place = start + min(size, width - 1)
+                size = min(size + 1, width)
+                while place > start and cost[rows[place - 1], columns[place - 1]] > own:
+                    rows[place], columns[place] = rows[place - 1], columns[place - 1]
+                    place -= 1
+                rows[place], columns[place] = after, j
+            after += 1
+        count, first = count + size, after
+    return count
