@@ -116,7 +116,7 @@ def log_probs(
 def costs(
     total: Float[np.ndarray, " n"], drawn: Float[np.ndarray, "n c"], tokens: Int[np.ndarray, "n c"], ends: int
 ) -> tuple[Float[np.ndarray, "n c"], bool]:
-    """Sums of log-probabilities, negative, infinite for ends beyond column `ends`; whether each row has a finite one."""
+    """Sums of log-probabilities, negative, infinite for ends beyond column `ends`; whether no row has only such."""
     found = np.empty_like(drawn)
     return found, kernels().costs(total, drawn, tokens, ends, found)
 
