@@ -214,8 +214,8 @@ class Frontier:
 
     def advance(self, parents: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> None:
         """Go on with some of them, named by their place, each by a token; one may go on in several ways."""
-        chosen = torch.from_numpy(np.array(parents, dtype=np.int64)).to(self._rows.device)
-        more = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(chosen.device)[:, None]
+        both = torch.from_numpy(np.array([parents, tokens], dtype=np.int64)).to(self._rows.device)
+        chosen, more = both[0], both[1, :, None]
         self._scorer.select(chosen)
         if self._plan.ruled:
             self._rows = self._rows[chosen]

@@ -116,6 +116,36 @@ class FunctionScorer:
         return found[:, -count:].to(rows.device), state.to(rows.device) if self._keep and state is not None else None
 
 
+class _Columns:
+    """The columns of a cache: tokens that were read, and padding in front of shorter prompts.
+
+    Args:
+        real: False where prompts are padded.
+    """
+
+    def __init__(self, real: Bool[Tensor, "B T"]) -> None:
+        self.rows, self.width = real.shape
+        self._device = real.device
+        self._padding = None if bool(real.all()) else (~real).sum(1, keepdim=True)
+
+    def mask(self) -> Int[Tensor, "B T"]:
+        """1 where there is a token."""
+        if self._padding is None:
+            return torch.ones(self.rows, self.width, dtype=torch.int64, device=self._device)
+        return (torch.arange(self.width, device=self._device) >= self._padding).long()
+
+    def positions(self, count: int) -> Int[Tensor, "B n"]:
+        """Of the last columns, counted in real tokens."""
+        columns = torch.arange(self.width - count, self.width, device=self._device)
+        return columns.repeat(self.rows, 1) if self._padding is None else (columns - self._padding).clamp(min=0)
+
+    def select(self, rows: Int[Tensor, " m"]) -> None:
+        """Go on with these rows."""
+        self.rows = rows.shape[0]
+        if self._padding is not None:
+            self._padding = self._padding[rows]
+
+
 class CachedScorer:
     """A causal language model of transformers, or one with its conventions, with its cache.
 
@@ -141,16 +171,14 @@ class CachedScorer:
             )
         self._name = names[0]
         self._cache: Any = None
-        self._mask = self._lengths = torch.empty(0)
+        self._columns = _Columns(torch.ones(0, 0, dtype=torch.bool))
         self._stateful = False
         self.hidden: Tensor | None = None
 
     def start(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Scores after each prompt."""
-        self._cache, self._mask, self._stateful = None, real.long(), False
-        positions = self._mask.cumsum(1) - 1
-        self._lengths = positions[:, -1:] + 1
-        scores = self._called(tokens.masked_fill(~real, 0), positions.clamp_(min=0), 1)[:, -1]
+        self._cache, self._columns, self._stateful = None, _Columns(real), False
+        scores = self._called(tokens.masked_fill(~real, 0), 1)[:, -1]
         linear = list(getattr(self._cache, "is_linear", ()))
         self._stateful = bool(linear) and all(linear)  # such a model takes the mask as that of the new tokens
         if self._rewindable:
@@ -165,34 +193,30 @@ class CachedScorer:
 
     def extend(self, tokens: Tensor) -> Tensor:
         """Scores after each of n more tokens."""
-        positions, count = self._lengths, tokens.shape[1]
-        if count > 1:
-            positions = positions + torch.arange(count, device=positions.device)
-        self._mask = torch.cat([self._mask, torch.ones_like(tokens)], 1)
-        self._lengths = self._lengths + count
-        return self._called(tokens, positions, count)
+        self._columns.width += tokens.shape[1]
+        return self._called(tokens, tokens.shape[1])
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the cache."""
-        if rows.tolist() == list(range(self._mask.shape[0])):
+        if rows.tolist() == list(range(self._columns.rows)):
             return
         # Layers can be reordered; a cache that keeps states beside its layers (MiniMax) has a method of its own.
         own = "batch_select_indices" in vars(type(self._cache))
         (self._cache.batch_select_indices if own else self._cache.reorder_cache)(rows)
-        self._mask, self._lengths = self._mask[rows], self._lengths[rows]
+        self._columns.select(rows)
 
     def rewind(self, count: int) -> None:
         """Cut the last tokens off the cache."""
         if count or self._rewindable:
             self._cache.crop(-count)  # of 0 too: layers that record their past are trimmed by it
-        self._mask, self._lengths = self._mask[:, : self._mask.shape[1] - count], self._lengths - count
+        self._columns.width -= count
 
-    def _called(self, tokens: Tensor, positions: Tensor, count: int) -> Tensor:
+    def _called(self, tokens: Tensor, count: int) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": tokens, self._name: self._cache, "use_cache": True, "return_dict": True}
         if not self._stateful:
-            inputs["attention_mask"] = self._mask
+            inputs["attention_mask"] = self._columns.mask()
         if "position_ids" in self._takes:
-            inputs["position_ids"] = positions
+            inputs["position_ids"] = self._columns.positions(tokens.shape[1])
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = count
         if self._keep:
@@ -213,7 +237,7 @@ class CachedScorer:
         try:
             return self._model(**inputs)
         except IndexError:
-            most, length = getattr(self._model.config, "max_position_embeddings", None), self._mask.shape[1]
+            most, length = getattr(self._model.config, "max_position_embeddings", None), self._columns.width
             if most is None or length <= most:
                 raise
             name = type(self._model).__name__
