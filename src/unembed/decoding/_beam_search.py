@@ -204,10 +204,12 @@ class BeamSearch:
     def _end(self, step: Step, length: int) -> None:
         """Keep the ends that are among the best sequences, and what nothing is allowed after."""
         above = _ends_above if _compiled.kernels() is None else _compiled.ends_above
-        rows, columns = above(step.cost, step.ends, self._factor(length), self._worst, self.owner)
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-            last = _token(step.found, row, column)
-            self._keep(int(self.owner[row]), -float(step.cost[row, column]), "eos", last)
+        factor = self._factor(length)
+        rows, columns = above(step.cost, step.ends, factor, self._worst, self.owner)
+        totals, prompts = -step.cost[rows, columns], self.owner[rows]
+        for place, (prompt, total) in enumerate(zip(prompts.tolist(), totals.tolist(), strict=True)):
+            if total * factor > self._worst[prompt]:  # no better one has come before
+                self._keep(prompt, total, "eos", _token(step.found, int(rows[place]), int(columns[place])))
         if step.alive:
             return
         for row in np.flatnonzero(step.cost.min(1) == math.inf).tolist():
