@@ -371,6 +371,15 @@ def test_scores_that_are_no_numbers_are_refused(bad, options):
         sample(rows, **options)
 
 
+def test_a_number_that_was_fine_does_not_let_its_equals_of_other_types_pass():
+    """What is asked once is kept, and 1, 1.0 and True are equal."""
+    scores = torch.randn(2, 9)
+    sample(scores, top_k=1)
+    for bad in (1.0, True):
+        with pytest.raises(ValueError, match="`top_k` must be whole"):
+            sample(scores, top_k=bad)
+
+
 def test_scores_must_be_rows_of_floats():
     for scores in (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 0), torch.tensor(1.0), np.zeros((2, 3)), [1.0]):
         with pytest.raises(ValueError, match="`scores` must be floating point"):

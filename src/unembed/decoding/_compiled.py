@@ -66,12 +66,17 @@ def draw(scores: Float[Tensor, "*b V"], settings: Settings, noise: Noise) -> Int
     rows, asked, seeds = _rows(scores), settings.asked, noise.seeds
     assert seeds is not None
     places, found = _FIRST if noise.positions is None else noise.positions, np.empty(len(rows), np.int64)
+    run = kernels().draw
 
     def some(at: slice) -> int:
         lines, counts = (one[at] if len(one) > 1 else one for one in (asked, places))
-        return kernels().draw(rows[at], lines, settings.joint, seeds[at], counts, found[at])
+        return run(rows[at], lines, settings.joint, seeds[at], counts, found[at])
 
-    if sum(_split(some, rows)):
+    if rows.size < 2 * _SPLIT:  # a row of a small vocabulary takes less time than these calls
+        failed = run(rows, asked, settings.joint, seeds, places, found)
+    else:
+        failed = sum(_split(some, rows))
+    if failed:
         return None
     return torch.from_numpy(found if scores.ndim == 2 else found.reshape(scores.shape[:-1]))
 

@@ -59,7 +59,7 @@ def sample(
         raise ValueError(f"`scores` must be floating point, a tensor [*, V] with V >= 1, got {came}.")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"`generator` must be a torch.Generator, got {generator!r:.80}.")
-    settings = Settings.of(scores, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, joint=joint)
+    settings = Settings.of(scores, temperature, top_k, top_p, min_p, joint)
     noise = Noise.of(math.prod(scores.shape[:-1]), scores.device, seeds=seeds, positions=positions, generator=generator)
     wide = widened(scores.dtype)
     warm = _warm(scores if scores.dtype == wide else scores.to(wide), settings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unembed.decoding.filters._parameters import Number, whole, within
+from unembed.decoding.filters._parameters import whole, within
 from unembed.decoding.filters._top_p import SLACK
 
 _PLAIN = {int, float, bool, type(None)}
@@ -32,11 +33,12 @@ class Settings:
     joint: bool
 
     @classmethod
-    def of(cls, scores: Tensor, **options: Any) -> Settings:
-        """Of the options of `sample`, checked, with what keeps everything left out; for scores [*, V]."""
-        if all(type(one) in _PLAIN for one in options.values()):
-            return _of_numbers(scores.shape[-1], **options)
-        return _checked(scores.shape[-1], math.prod(scores.shape[:-1]), scores.device, **options)
+    def of(cls, scores: Tensor, *options: Any) -> Settings:
+        """Of temperature, top-k, top-p, min-p and joint, checked, what keeps all left out; for scores [*, V]."""
+        for one in options:
+            if type(one) not in _PLAIN:
+                return _checked(scores.shape[-1], options, math.prod(scores.shape[:-1]), scores.device)
+        return _of_numbers(scores.shape[-1], *options)
 
     def at(self, rows: Tensor) -> Settings:
         """Those of some rows."""
@@ -62,18 +64,9 @@ class Settings:
         return asked
 
 
-def _checked(
-    classes: int,
-    rows: int,
-    device: torch.device | None,
-    *,
-    temperature: Number,
-    top_k: int | Tensor | None,
-    top_p: Number | None,
-    min_p: Number | None,
-    joint: bool,
-) -> Settings:
+def _checked(classes: int, options: Sequence[Any], rows: int = 0, device: torch.device | None = None) -> Settings:
     """Of numbers, or tensors with one number a row."""
+    temperature, top_k, top_p, min_p, joint = options
     within("temperature", temperature, 0)
     if top_k is not None:
         whole("top_k", top_k, 1)
@@ -93,9 +86,9 @@ def _checked(
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _of_numbers(classes: int, **options: Any) -> Settings:
+def _of_numbers(classes: int, *options: Any) -> Settings:
     """Numbers for all rows: what is asked once is asked again for every token."""
-    return _checked(classes, 0, None, **options)
+    return _checked(classes, options)
 
 
 def _column(name: str, value: Any, rows: int, device: torch.device | None) -> Any:

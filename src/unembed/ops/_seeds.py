@@ -89,7 +89,7 @@ def _random_words(rows: int, generator: torch.Generator | None) -> np.ndarray:
     """Seeds from a generator."""
     origin = "cpu" if generator is None else generator.device  # whatever the default device is
     drawn = torch.empty(rows, dtype=torch.int64, device=origin).random_(generator=generator)
-    return drawn.numpy(force=True).view(np.uint64)
+    return (drawn if drawn.is_cpu else drawn.cpu()).numpy().view(np.uint64)
 
 
 @dataclass(frozen=True)
