@@ -1,6 +1,6 @@
 """Compiled ways, one pass over a row after another: the k largest, the sum of exponentials, and a draw.
 
-Only what does not repeat inside a row is written down: the largest value and the sum of each block of 128. Weights
+Only what does not repeat inside a row is written down: the largest value and the sum of each block of 256. Weights
 are made again where they are needed, which costs less than to store and read them. All is in one file, since numba
 keeps what it compiled for as long as the file of the called function is the same, and looks at no other.
 
@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-_WIDTH, _PIECE = 128, 1024  # values of a block, and of what is summed at once
+_WIDTH, _PIECE = 256, 1024  # values of a block, and of what is summed at once
 _AHEAD = 1024  # how far ahead of the first pass memory is asked for, as it takes twice as long else
 _HASH = tuple(np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _F, _I, _U = np.float32, np.int32, np.uint64
