@@ -351,9 +351,10 @@ def test_functions_are_compiled_where_nothing_can_be_kept(monkeypatch):
 
 
 SCRIPT = """
-import sys, torch
-{before}
+import importlib.util, sys, torch
 from unembed.decoding import _compiled, sample
+real = importlib.util.find_spec
+{before}
 print(sample(torch.zeros(1, 9), seeds=[3]).tolist(), _compiled.kernels())
 print("llvmlite" in sys.modules)
 """
@@ -362,12 +363,10 @@ print("llvmlite" in sys.modules)
 @pytest.mark.parametrize("how", ["switched off", "not installed", "of another NumPy", "not compiling"])
 def test_without_numba_decoding_goes_on(how):
     before = {
-        "switched off": "",
-        "not compiling": "",
-        "not installed": "import importlib.util; importlib.util.find_spec = lambda name: None",
-        "of another NumPy": "import sys; sys.modules['numba'] = None; "
-        "import importlib.util; importlib.util.find_spec = lambda name: 'there'",
-    }[how]
+        "not installed": "importlib.util.find_spec = lambda name: None if name == 'numba' else real(name)",
+        "of another NumPy": "importlib.util.find_spec = lambda name: 'there' if name == 'numba' else real(name)\n"
+        "sys.modules['numba'] = None",
+    }.get(how, "")
     switch = {"switched off": {"UNEMBED_FAST": "0"}, "not compiling": {"NUMBA_DISABLE_JIT": "1"}}.get(how, {})
     environment = {**os.environ, **switch}
     done = subprocess.run(
