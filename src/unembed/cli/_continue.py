@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unembed.decoding import Event, Generation
     from unembed.experiments import Decoder
 
-_DRAW = 24  # bits of a seed that count prompts: above them draws of one prompt are counted
+_DRAW = 16  # bits of a seed that count prompts; 16 further ones count draws of one prompt
 _BATCH = 8  # prompts that go together; their text does not depend on it, beyond rounding of scores
 
 

@@ -1,10 +1,10 @@
-"""The compiled ways of `_kernels`, where numba is installed (the extra `fast`) and the scores are float32 on a CPU.
+"""The door to `_kernels`, where numba is installed (the extra `fast`): for float32 scores on a CPU, and for beams.
 
 They find what the ways of PyTorch and NumPy find, with the same noise, and differ where rounding decides.
 `UNEMBED_FAST=0` in the environment leaves them alone. Many scores go to threads in parts of rows, as many as PyTorch
 may use; the threads end with the call, so that a process can be forked between calls.
 
-Shapes: n rows, V vocabulary, k largest.
+Shapes: n rows, V vocabulary, k largest, c candidates, B prompts.
 """
 
 from __future__ import annotations
